@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +270,7 @@ def in_trainer(case: Case, folder: Path) -> dict[str, Any]:
 
 def by_trainer(case: Case, folder: Path, spec: dict[str, Any] | None) -> tuple[Any, ...]:
     """Losses and changes of the weights, the model, its wrapper, and the calls of blocks."""
-    AcceleratorState._reset_state(reset_partial_state=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     model = build(case)
     if spec is not None:
@@ -300,23 +300,19 @@ def by_trainer(case: Case, folder: Path, spec: dict[str, Any] | None) -> tuple[A
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    weights = {}
-    for name, parameter in model.named_parameters():
-        gathered = contextlib.nullcontext()
-        if hasattr(parameter, "ds_id"):  # ZeRO-3
-            from deepspeed.zero import GatheredParameters
+    named, gathered = dict(model.named_parameters()), contextlib.nullcontext()
+    if any(hasattr(parameter, "ds_id") for parameter in named.values()):  # ZeRO-3
+        import deepspeed
 
-            gathered = GatheredParameters([parameter])
-        with gathered:
-            weights[name] = parameter.detach().clone()
-    return weights
+        gathered = deepspeed.zero.GatheredParameters(list(named.values()))
+    with gathered:
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
 
 
 # --- accelerate's FSDP2 -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def accelerator_with_fsdp2() -> Iterator[Any]:
+def accelerator_with_fsdp2() -> Any:
     """accelerate's own FSDP2. It drops the plugin if processes have no GPU, but its code also works on the CPU."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
@@ -329,48 +325,43 @@ def accelerator_with_fsdp2() -> Iterator[Any]:
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
     )
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
-    yield accelerator
-    AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerator
+
+
+def refusal(call: Callable[..., Any], *arguments: Any) -> str:
+    """hf_ckpt's error that the call raises, or an empty text."""
+    try:
+        call(*arguments)
+    except hf_ckpt.HfCkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def in_accelerate(case: Case) -> dict[str, Any]:
-    """Prepare and train a model by accelerate's own code; refusals are results."""
-    result: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def refusal_while(doing: str) -> Iterator[None]:
-        try:
-            yield
-        except hf_ckpt.HfCkptError as error:
-            result[doing] = f"{type(error).__name__}: {error}"
-
-    with accelerator_with_fsdp2() as accelerator:
-        model = build(case)
-        keys = list(model.state_dict())
-        hf_ckpt.install(model)
-        plugin = accelerator.state.fsdp_plugin
-        plugin.activation_checkpointing = case.owner == "theirs"
-        with refusal_while("enabling"):
-            model.gradient_checkpointing_enable({"policy": "full"})
-        plugin.activation_checkpointing = case.owner != "ours"
-        result |= {"is_fsdp2": accelerator.is_fsdp2, "enabled": hf_ckpt.describe(model).enabled}
-        if case.owner == "theirs":
-            hf_ckpt.uninstall(model)
-        prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        result["units"] = [type(module).__name__ for module in prepared.modules() if isinstance(module, FSDPModule)]
-        with refusal_while("looking for lost blocks"):
-            lost_blocks(prepared)
-        with refusal_while("installing"):
-            hf_ckpt.install(prepared)
-        if case.owner == "ours":
-            with counted_calls(prepared) as calls:
-                accelerator.backward(prepared(**tiny_batch("llama", seed=7 + dist.get_rank())).loss)
-            result |= {**counts(prepared, calls, []), "same_keys": list(prepared.state_dict()) == keys}
+    """Prepare and train a model by accelerate's own code."""
+    accelerator = accelerator_with_fsdp2()
+    plugin, result = accelerator.state.fsdp_plugin, {"is_fsdp2": accelerator.is_fsdp2}
+    model = build(case)
+    keys = list(model.state_dict())
+    hf_ckpt.install(model)
+    plugin.activation_checkpointing = case.owner == "theirs"
+    result["enabling"] = refusal(model.gradient_checkpointing_enable, {"policy": "full"})
+    result["enabled"] = hf_ckpt.describe(model).enabled
+    plugin.activation_checkpointing = case.owner != "ours"
+    if case.owner == "theirs":
+        hf_ckpt.uninstall(model)
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    result["units"] = [type(module).__name__ for module in prepared.modules() if isinstance(module, FSDPModule)]
+    result["looking for lost blocks"] = refusal(lost_blocks, prepared)
+    result["installing"] = refusal(hf_ckpt.install, prepared)
+    if case.owner == "ours":
+        with counted_calls(prepared) as calls:
+            accelerator.backward(prepared(**tiny_batch("llama", seed=7 + dist.get_rank())).loss)
+        result |= {**counts(prepared, calls, []), "same_keys": list(prepared.state_dict()) == keys}
     return result
 
 
@@ -401,6 +392,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, case in cases.items():
         faulthandler.dump_traceback_later(240, exit=True)  # shows where a deadlock is
+        AcceleratorState._reset_state(reset_partial_state=True)
         try:
             results[name] = run_case(case, out)
         except Exception:  # reported by its test; other cases still run

@@ -5,7 +5,6 @@ All backends but inductor run eager kernels, so gradients are bit-equal with and
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from typing import Any, NamedTuple
@@ -33,13 +32,10 @@ BUDGET = {"policy": "budget", "budget": "1GiB"}
 class Compiled(NamedTuple):
     """The results of one training step."""
 
-    found: dict[str, Any]
-    """Loss and gradients."""
-    saved_bytes: int
-    """For backward, without parameters."""
+    found: dict[str, Any]  # loss and gradients
+    saved_bytes: int  # for backward, without parameters
     graphs: int
-    regions: list[int]
-    """Checkpointed regions per graph."""
+    regions: list[int]  # checkpointed regions per graph
     warned: frozenset[Any]
     description: Any
 
@@ -181,7 +177,7 @@ def test_a_compiled_block_is_checkpointed_or_says_so(caplog):
 
 
 def graphs_of_training(spec, way, layers):
-    """Number of graphs after each of four steps of alternating lengths, with the plan paused or disabled between."""
+    """Number of graphs after each of four steps of alternating lengths; the plan is paused between them."""
     model, counters = small(layers=layers, spec=spec)
     run = way(model, backend="aot_eager")
     graphs = []
@@ -190,22 +186,16 @@ def graphs_of_training(spec, way, layers):
         loss = run(**batch).loss
         loss.backward()
         model.eval()
-        away = contextlib.nullcontext() if spec is None else hf_ckpt.paused(model) if number % 2 else disabled(model)
-        with away, torch.no_grad():
+        with hf_ckpt.paused(model), torch.no_grad():
             run(**batch)
         model.train()
+        if spec is not None:
+            enable(model)
         graphs.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
     if spec is not None:
         assert len(hf_ckpt.describe(model).in_graphs) == layers
     return graphs, outcome(model, loss)
-
-
-@contextlib.contextmanager
-def disabled(model):
-    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
-    yield
-    enable(model)
 
 
 @pytest.mark.slow
