@@ -10,9 +10,8 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
-from helpers.museum import ExhibitConfig, ExhibitModel
+from helpers.custom import CustomConfig, CustomModel, steps_of
 from helpers.steps import assert_same, cache_argument, enable, outcome, recomputed, step
-from helpers.unknown import steps_of
 from transformers.utils import logging as transformers_logging
 
 import hf_ckpt
@@ -102,10 +101,10 @@ def test_a_cache_of_the_caller_is_left_out_or_refused(model_type, spec):
         assert len(recomputed(model)) >= before + 2
 
 
-class MakesACache(ExhibitModel):
+class MakesACache(CustomModel):
     """Code from the hub: its name for the cache, `shift`, is unknown to transformers' layer."""
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states, shift):
         return super().forward(hidden_states, transformers.DynamicCache())
 
 
@@ -121,7 +120,7 @@ def attends(block, hidden, cache):
 def test_blocks_get_no_cache_under_any_name(spec):
     """Blocks get no cache under any argument name: a recomputed block would write to it twice."""
     torch.manual_seed(0)
-    model = MakesACache(ExhibitConfig()).train()
+    model = MakesACache(CustomConfig()).train()
     for index, layer in enumerate(model.layers):
         layer.index, layer.work = index, attends
     expected = steps_of(model, 2)

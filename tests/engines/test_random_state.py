@@ -8,35 +8,26 @@ import types
 import numpy
 import pytest
 import torch
-from helpers.installed import ALL
-from helpers.offloading import OFFLOAD
-from helpers.steps import assert_same, enable, recomputed, step
-from helpers.unknown import steps_of, working
+from helpers.custom import custom_model, steps_of
+from helpers.steps import assert_same, planned, step
 from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.errors import GraphCaptureError
-from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
-@pytest.mark.parametrize("preserve", [True, False])
-def test_random_state_while_a_graph_is_captured(monkeypatch, preserve):
+def test_random_state_while_a_graph_is_captured(monkeypatch):
     """During graph capture, preserving random state is an error that names the block."""
-    model = tiny_model("llama")
-    expected = step(model, tiny_batch("llama"))
-    hf_ckpt.install(model, {"preserve_rng_state": preserve})
-    enable(model)
+    expected, batch = step(tiny_model("llama"), tiny_batch("llama")), tiny_batch("llama")
     monkeypatch.setattr(compat.devices, "is_capturing", lambda: True)
-    if preserve is False:
-        assert_same(expected, step(model, tiny_batch("llama")))
-        assert recomputed(model) == ALL
-    else:
-        with pytest.raises(GraphCaptureError, match=r"block 'model.layers.0': it preserves random state"):
-            step(model, tiny_batch("llama"))
-        with torch.no_grad():
-            model(**tiny_batch("llama"))  # nothing is recomputed, so nothing is preserved
+    assert_same(expected, step(planned(tiny_model("llama"), {"preserve_rng_state": False}), batch))
+    model = planned(tiny_model("llama"))
+    with pytest.raises(GraphCaptureError, match=r"block 'model.layers.0': it preserves random state"):
+        step(model, batch)
+    with torch.no_grad():
+        model(**batch)  # nothing is recomputed, so nothing is preserved
 
 
 def test_random_state_of_mps_counts_whatever_it_says_of_itself(monkeypatch):
@@ -79,16 +70,16 @@ DRAWS = {
 RUN_AGAIN = {
     "full": {"policy": "full"},
     "segments": {"segments": 2},
-    "offload": OFFLOAD,
+    "offload": {"policy": "offload"},
     "torch's state is not kept": {"policy": "full", "preserve_rng_state": False},
 }
 
 
-def _seeded(run, *args):
+def seeded(run, *args):
     """What `run` returns with fixed seeds, and the next number of each generator."""
     random.seed(5)
     numpy.random.seed(5)
-    return run(*args), random.random(), numpy.random.random(), random.gauss(0.0, 1.0), numpy.random.normal()
+    return run(*args), (random.random(), numpy.random.random(), random.gauss(0.0, 1.0), numpy.random.normal())
 
 
 def test_every_draw_is_noticed_and_repeated():
@@ -114,14 +105,12 @@ def test_every_draw_is_noticed_and_repeated():
 def test_a_block_draws_the_same_numbers_again(draw, name, lanes):
     """Recomputations repeat Python's and numpy's numbers, and later draws are as without recomputation."""
 
-    def work(block, hidden):
+    def work(block, hidden, shift):
         return functional.silu(block.one(hidden * DRAWS[draw]())) + block.two(hidden)
 
-    expected, *after = _seeded(steps_of, working(work))
-    model = working(work)
-    hf_ckpt.install(model, RUN_AGAIN[name])
-    enable(model)
-    found, *after_ours = _seeded(steps_of, model)
+    expected, after = seeded(steps_of, custom_model(work))
+    model = planned(custom_model(work), RUN_AGAIN[name])
+    found, after_ours = seeded(steps_of, model)
     for one, other in zip(expected, found, strict=True):
         assert_same(one, other)
     assert after == after_ours
@@ -131,9 +120,7 @@ def test_a_block_draws_the_same_numbers_again(draw, name, lanes):
 
 def test_only_blocks_that_draw_from_the_host_read_its_state(monkeypatch):
     """Reading the states of Python and numpy takes longer than the rest of `full`."""
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"policy": "full", "check_every": 0})
-    enable(model)
+    model = planned(tiny_model("llama"), {"policy": "full", "check_every": 0})
     step(model, tiny_batch("llama"))
     monkeypatch.setattr(random, "getstate", lambda: pytest.fail("it is read"))
     step(model, tiny_batch("llama"))
@@ -142,15 +129,13 @@ def test_only_blocks_that_draw_from_the_host_read_its_state(monkeypatch):
 @pytest.mark.parametrize("policy", ["full+selective", "selective"])
 def test_a_part_of_a_block_draws_the_same_numbers_again(policy):
     def run(model):
-        for block in find_blocks(model).modules.values():
+        for block in model.model.layers:
             block.mlp.act_fn.register_forward_hook(lambda module, args, output: output * random.random())
         return step(model, tiny_batch("llama"))
 
-    expected, *after = _seeded(run, tiny_model("llama"))
-    model = tiny_model("llama")
-    hf_ckpt.install(model, {"policy": policy})
-    enable(model)
-    found, *after_ours = _seeded(run, model)
+    expected, after = seeded(run, tiny_model("llama"))
+    model = planned(tiny_model("llama"), {"policy": policy})
+    found, after_ours = seeded(run, model)
     assert_same(expected, found)
     assert after == after_ours
     assert all(hf_ckpt.describe(model).recomputed.values())

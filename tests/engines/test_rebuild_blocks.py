@@ -1,4 +1,4 @@
-"""Contents of blocks: modules, custom functions, adapters, frozen and compiled parts; and kinds of backward."""
+"""`selective` with blocks of all kinds: hooks, functions, frozen and compiled parts, adapters, kinds of backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.steps import assert_same, enable, gradients, outcome, step, without
 from helpers.toys import (
     SAVES,
     SCALE,
-    SELECTIVE,
+    WEIGHT,
     Norm,
     each_family,
     each_save,
@@ -20,39 +20,23 @@ from helpers.toys import (
     rebuilt,
     same_steps,
     same_toys,
+    toy,
 )
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
+from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch
 
-REBUILT = {"gpt2": 53, "bert": 97}
-"""Operations and modules that one step runs again; fewer if layers with a frozen bias are kept."""
+pytestmark = pytest.mark.usefixtures("unwatched")
+NORM = Norm()
 
-
-@pytest.mark.parametrize("family", REBUILT)
-def test_linear_layers_with_a_frozen_bias_run_again(family):
-    """Linear layers with a frozen bias are rebuilt under adapters, although autograd does not hold the bias.
-
-    FSDP2 runs a block on gathered parameters, which differ from those between steps, so the test replaces them.
-    """
-    plain, model = (with_lora(tiny_model(family, attention="sdpa"), family, lora_dropout=0.0) for _ in range(2))
-    hf_ckpt.install(model, {**SELECTIVE, "save": ["attention"]})
-    enable(model)
-    expected, before = step(plain, tiny_batch(family)), 0
-    for _ in range(2):
-        assert_same(expected, step(model, tiny_batch(family)))
-        runs = rebuilt(model)
-        assert runs - before == REBUILT[family]
-        before = runs
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.requires_grad:
-                    setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=False))
+# --- small blocks -----------------------------------------------------------------------------------------------------
 
 
 class FusedNorm(torch.autograd.Function):
@@ -70,13 +54,6 @@ class FusedNorm(torch.autograd.Function):
         scaled = gradient * weight
         by_x = rstd * (scaled - x * rstd.pow(2) * (scaled * x).mean(-1, keepdim=True))
         return by_x, (gradient * x * rstd).sum((0, 1))
-
-
-class Quantised4(nn.Parameter):
-    """A parameter subclass, as in bitsandbytes."""
-
-
-NORM = Norm()
 
 
 def under_no_grad(x):  # as in a router or target
@@ -102,25 +79,23 @@ def custom(x):
 
 
 # What a block does -> (tensors that autograd saves, those of them that are dropped).
-BLOCKS = {
-    under_no_grad: (3, 1),
-    norm_three_times: (22, 21),
-    norm_that_fails: (21, 21),
-    custom: (9, 3),
-}
+BLOCKS = {under_no_grad: (3, 1), norm_three_times: (22, 21), norm_that_fails: (21, 21), custom: (9, 3)}
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_what_blocks_are_made_of(block):
+def test_tensors_saved_and_dropped(block):
     """Modules that run several times or without gradients are rebuilt; tensors that custom functions save are kept."""
     region = same_toys(block, parameters=(SCALE, NORM.weight))
     assert (region.saved_tensors, region.dropped_tensors) == BLOCKS[block]
 
 
-@pytest.mark.parametrize("kind", [nn.Parameter, Quantised4, None], ids=["parameter", "subclass", "leaf"])
+class Quantised4(nn.Parameter):
+    """A parameter subclass, as in bitsandbytes."""
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Quantised4, torch.Tensor.requires_grad_])
 def test_views_of_leaves(kind):
-    leaf = torch.linspace(-1, 1, 256).view(16, 16).clone()
-    leaf = leaf.requires_grad_() if kind is None else kind(leaf)
+    leaf = kind(torch.linspace(-1, 1, 256).view(16, 16).clone())
     with torch.no_grad():
         leaf.mul_(2.0)  # as most parameters are initialised
 
@@ -137,107 +112,204 @@ def test_an_inference_tensor_goes_through():
     assert torch.equal(RebuildRegion("toy", save=())(lambda x: x * 2, features), features * 2)
 
 
-# --- adapters and frozen parts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@each_family
-def test_adapters_merged_and_unmerged(family, dtype):
-    """Gradients are right before merging, while merged with trained norms, and after unmerging."""
-
-    def run(model):
-        model = with_lora(model, family)
-        found = step(model, tiny_batch(family))
-        model.merge_adapter()
-        for name, parameter in model.named_parameters():
-            if "norm" in name.lower() or "ln_" in name:
-                parameter.requires_grad_(True)
-        found |= {f"{name}, merged": value for name, value in step(model, tiny_batch(family)).items()}
-        model.unmerge_adapter()
-        return found | {f"{name}, after": value for name, value in step(model, tiny_batch(family)).items()}
-
-    for save in SAVES:
-        same_steps(run, family, save, dtype=dtype, dropout=0.1)
-
-
-FREEZING = {
-    "only norms": lambda place, name: "norm" in name.lower() or "ln_" in name,
-    "no norms": lambda place, name: not ("norm" in name.lower() or "ln_" in name),
-    "every other": lambda place, name: place % 2 == 1,
-    "every third": lambda place, name: place % 3 == 0,
+HALVES, SWAP, MASK = torch.full((16,), 0.5), torch.tensor([1, 0]), torch.zeros(8, 8)
+# Functions that a block runs under its own checkpoint. Most of them could be rebuilt if the checkpoint did not store
+# their saved tensors.
+UNDER_A_CHECKPOINT = {
+    "operands with a graph": lambda y: functional.gelu(y @ WEIGHT) * y,
+    "a constant": lambda y: functional.silu(y * HALVES) * 1.5 * HALVES,
+    "dropout": lambda y: functional.dropout(y, 0.3) * SCALE * HALVES,
+    "indices": lambda y: functional.silu(y)[SWAP] * SCALE,
+    "an embedding": lambda y: y * functional.embedding(torch.arange(8), WEIGHT),
+    "attention": lambda y: functional.scaled_dot_product_attention(*(y.view(2, 1, 8, 16),) * 3, attn_mask=MASK)[:, 0],
+    "a norm": lambda y: NORM(y) * SCALE,
+    "a checkpoint": lambda y: checkpoint(lambda z: functional.silu(z) * HALVES, y * HALVES, use_reentrant=False),
 }
 
 
-@pytest.mark.parametrize("which", FREEZING)
-@each_family
-def test_parts_that_are_frozen(family, which):
-    """Operands without gradients are read from nodes; if a node does not hold them, the result is kept."""
+@pytest.mark.compat
+@each_save
+@pytest.mark.parametrize("name", UNDER_A_CHECKPOINT)
+def test_the_users_own_checkpoint_inside_a_block(name, save):
+    """A checkpointed function runs again only in backward; tensors around it are rebuilt."""
+    calls = []
 
-    def run(model):
+    def inner(y):
+        calls.append(name)
+        return UNDER_A_CHECKPOINT[name](y)
+
+    def block(x):
+        return functional.silu(checkpoint(inner, functional.silu(x) * SCALE, use_reentrant=False)) * SCALE
+
+    expected = toy(block)
+    for kind in (RebuildRegion, FullSelectiveRegion):
+        region = kind("toy", save=tuple(save))
+        calls.clear()
+        assert_same(expected, toy(block, region))
+        assert region.recomputed > 0
+        assert 2 <= len(calls) <= 2 + (kind is FullSelectiveRegion)  # once with the block, and then by itself
+        assert kind is FullSelectiveRegion or region.dropped_tensors
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def is_norm(name):
+    return "norm" in name.lower() or "ln_" in name
+
+
+def merged_and_unmerged(model, family):
+    """Gradients before merging adapters, while they are merged, with trained norms, and after unmerging."""
+    model = with_lora(model, family)
+    found = step(model, tiny_batch(family))
+    model.merge_adapter()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or is_norm(name))
+    found |= {f"{name}, merged": value for name, value in step(model, tiny_batch(family)).items()}
+    model.unmerge_adapter()
+    return found | {f"{name}, after": value for name, value in step(model, tiny_batch(family)).items()}
+
+
+def frozen(trains):
+    """Train the parameters that `trains(place, name)` names. A node may then hold no operand; its result is kept."""
+
+    def run(model, family):
         for place, (name, parameter) in enumerate(model.named_parameters()):
-            parameter.requires_grad_(FREEZING[which](place, name))
+            parameter.requires_grad_(trains(place, name))
         return step(model, tiny_batch(family))
 
+    return run
+
+
+def norms(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+
+
+def embeddings(model):
+    return [model.get_input_embeddings()]
+
+
+def hooked(modules, register, hook, **options):
+    """Register the user's hook on the modules that `modules(model)` returns."""
+
+    def run(model, family):
+        for module in modules(model):
+            getattr(module, register)(hook, **options)
+        return step(model, tiny_batch(family))
+
+    return run
+
+
+def written_to(module, args, output):
+    with torch.no_grad():
+        output[:, :3] = 0.1
+    return output
+
+
+def backward_twice(model, family):
+    """A graph that is kept gives the same gradients twice, and grows by nothing else."""
+    model.zero_grad()
+    with LiveBytes(model) as live:
+        loss = model(**without_cache(model, tiny_batch(family))).loss
+        before = live.current_bytes
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        grown = torch.tensor(live.current_bytes - before)
+    return {"grown": grown, **outcome(model, loss)}
+
+
+def one_parameter_after_another(model, family):
+    """Gradients are requested one parameter at a time, in either order."""
+    loss = model(**without_cache(model, tiny_batch(family))).loss
+    named = [(name, parameter) for name, parameter in model.named_parameters() if "embed" not in name][-20:]
+    found = {"loss": loss.detach()}
+    for turn, pairs in enumerate((named, named[::-1])):
+        for name, parameter in pairs:
+            found[f"{name} {turn}"] = torch.autograd.grad(loss, parameter, retain_graph=True)[0]
+    return found
+
+
+RUNS = {
+    "adapters merged": merged_and_unmerged,
+    "only norms trained": frozen(lambda place, name: is_norm(name)),
+    "norms frozen": frozen(lambda place, name: not is_norm(name)),
+    "every other parameter frozen": frozen(lambda place, name: place % 2 == 1),
+    "two of three parameters frozen": frozen(lambda place, name: place % 3 == 0),
+    "norms' outputs changed": hooked(norms, "register_forward_hook", lambda module, args, output: output * 1.5),
+    "norms' inputs changed": hooked(
+        norms, "register_forward_pre_hook", lambda module, args: (args[0] * 0.5,), prepend=True
+    ),
+    "norms' gradients changed": hooked(
+        norms, "register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)
+    ),
+    "embeddings written to": hooked(embeddings, "register_forward_hook", written_to),
+    "noise on embeddings": hooked(
+        embeddings, "register_forward_hook", lambda module, args, output: output + torch.rand_like(output)
+    ),
+    "a graph that is kept": backward_twice,
+    "one gradient after another": one_parameter_after_another,
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", RUNS)
+@each_family
+def test_gradients_are_those_of_no_checkpointing(family, name):
+
+    def run(model):
+        torch.manual_seed(0)
+        return RUNS[name](model, family)
+
     for save in SAVES:
-        same_steps(run, family, save)
+        same_steps(run, family, save, dropout=0.1)
 
 
-# --- other models -----------------------------------------------------------------------------------------------------
+def test_an_output_changed_before_the_next_block_gets_it():
+    """If a hook changes the result of a block's last norm without a graph, the next block does not undo that."""
+    run = hooked(
+        lambda model: [layer.output for layer in model.bert.encoder.layer], "register_forward_hook", written_to
+    )
+    for save in SAVES:
+        same_steps(lambda model: run(model, "bert"), "bert", save, layers=4)
+
+
+REBUILT = {"gpt2": 53, "bert": 97}
+"""Operations and modules that one step runs again; fewer if layers with a frozen bias are kept."""
+
+
+@pytest.mark.parametrize("family", REBUILT)
+def test_linear_layers_with_a_frozen_bias_run_again(family):
+    """Linear layers with a frozen bias are rebuilt under adapters, although autograd does not hold the bias.
+
+    FSDP2 runs a block on gathered parameters, which differ from those between steps, so the test replaces them.
+    """
+    plain, model = plain_and_ours(family, ["attention"], layers=4, attention="sdpa")
+    plain, model = (with_lora(each, family, lora_dropout=0.0) for each in (plain, model))
+    expected, before = step(plain, tiny_batch(family)), 0
+    for _ in range(2):
+        assert_same(expected, step(model, tiny_batch(family)))
+        assert rebuilt(model) - before == REBUILT[family]
+        before = rebuilt(model)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad:
+                    setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=False))
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(name):
+    """`parity/test_matrix.py` compares more specs, not all of them by default."""
+    batch = {name: value for name, value in tiny_batch("llama").items() if name != "attention_mask"}
     if name.startswith("ViT"):
         batch = {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16).sin(), "labels": torch.tensor([0, 1])}
-    else:
-        ids = tiny_batch("llama")["input_ids"]
-        batch = {"input_ids": ids, "labels": ids}
     expected = step(other_model(name), batch)
     for save in SAVES:
         model = other_model(name)
-        hf_ckpt.install(model, {**SELECTIVE, "save": save})
+        hf_ckpt.install(model, {"policy": "selective", "save": save})
         enable(model)
         assert_same(expected, step(model, batch), f"{name} {save}")
-        found = hf_ckpt.describe(model)
-        assert all(found.recomputed.values()), save
-        assert found.dropped_tensors > 0
-
-
-# --- kinds of backward ------------------------------------------------------------------------------------------------
-
-
-@each_save
-@each_family
-def test_a_graph_that_is_kept_gives_the_same_twice_and_grows_no_more(family, save):
-    def run(model):
-        model.zero_grad()
-        with LiveBytes(model) as live:
-            loss = model(**without_cache(model, tiny_batch(family))).loss
-            before = live.current_bytes
-            for _ in range(2):
-                loss.backward(retain_graph=True)
-            grown = torch.tensor(live.current_bytes - before)  # by gradients only
-        return {"grown": grown, **outcome(model, loss)}
-
-    same_steps(run, family, save)
-
-
-@each_save
-def test_parts_of_a_graph_one_after_another(save):
-    """Gradients can be requested one parameter at a time, in either order."""
-
-    def run(model):
-        loss = model(**without_cache(model, tiny_batch("llama"))).loss
-        named = dict(model.named_parameters())
-        found = {"loss": loss.detach()}
-        for turn, names in enumerate((list(named), list(named)[::-1])):
-            for name in names:
-                found[f"{name} {turn}"] = torch.autograd.grad(loss, named[name], retain_graph=True)[0]
-        return found
-
-    same_steps(run, save=save, layers=1)
+        assert all(hf_ckpt.describe(model).recomputed.values()), save
 
 
 @pytest.mark.compat
@@ -259,9 +331,6 @@ def test_nothing_from_before_the_block_runs_again(save, leaf):
     assert_same(*found)
     assert activations == [0, 0]
     assert rebuilt(model) > 0
-
-
-# --- compiled parts ---------------------------------------------------------------------------------------------------
 
 
 PARTS = [("llama", "mlp"), ("llama", "input_layernorm"), ("bert", "output")]

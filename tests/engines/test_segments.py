@@ -1,4 +1,4 @@
-"""Blocks in segments: equal gradients, one input kept for each segment, a lower peak than under `full`."""
+"""Blocks in segments: one input kept for each segment, where segments are cut, and blocks run in unusual ways."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from helpers.steps import assert_same, enable, gradients, step, without_cache
+from helpers.custom import CustomConfig, CustomModel, steps_of
+from helpers.steps import assert_same, gradients, planned, step, without_cache
 from helpers.toys import each_family
-from helpers.unknown import UnknownConfig, WorkingModel, steps_of
 from torch.nn import functional
 
 import hf_ckpt
@@ -20,11 +20,8 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
-def in_segments(family="llama", segments=2, **options):
-    model = tiny_model(family, **options)
-    hf_ckpt.install(model, {"segments": segments})
-    enable(model)
-    return model
+def in_segments(model, segments=2):
+    return planned(model, {"segments": segments})
 
 
 def counts(model):
@@ -39,7 +36,7 @@ def test_one_input_a_segment_stays(family):
     """Bytes after the forward fall by one input with each block that shares a segment."""
     alive, batch = [], without_cache(tiny_model(family), tiny_batch(family, tokens=64))
     for segments in (4, 2, 1):
-        model = in_segments(family, segments)
+        model = in_segments(tiny_model(family), segments)
         step(model, batch)
         model.zero_grad(set_to_none=True)
         with LiveBytes(model) as live:
@@ -54,22 +51,21 @@ def test_one_input_a_segment_stays(family):
     ("segments", "layers", "family", "lengths"),
     [
         (3, 8, "llama", [3, 3, 2]),
-        (1, 5, "llama", [5]),
         ("sqrt", 9, "llama", [3, 3, 3]),
         ("sqrt", 1, "llama", [1]),
         (2, 3, "t5", [2, 1, 2, 1]),  # each stack by itself
     ],
 )
 def test_where_segments_are_cut(segments, layers, family, lengths):
-    plan = hf_ckpt.describe(in_segments(family, segments, layers=layers)).plan
+    plan = hf_ckpt.describe(in_segments(tiny_model(family, layers=layers), segments)).plan
     assert "full (segment 0) 0" in str(plan)
     assert [len(names) for _, names in plan.segments()] == lengths
 
 
 def test_more_segments_than_blocks_and_torn_segments_are_refused():
     with pytest.raises(SpecError, match=r"`segments` is 5, but stack 'decoder' has 4 blocks"):
-        in_segments(segments=5)
-    given = hf_ckpt.describe(in_segments()).plan.to_dict()
+        in_segments(tiny_model("llama"), 5)
+    given = hf_ckpt.describe(in_segments(tiny_model("llama"))).plan.to_dict()
     rows = given["stacks"]["decoder"]
     rows[1] = {key: value for key, value in rows[1].items() if key != "segment"} | {"action": "keep"}
     rows[2]["segment"] = 0
@@ -81,32 +77,30 @@ def test_more_segments_than_blocks_and_torn_segments_are_refused():
 
 
 def test_parameters_that_come_and_go_are_refused():
-    model = in_segments()
+    model = in_segments(tiny_model("llama"))
     model.model.layers[0]._hf_hook = None  # accelerate's mark on modules that it moves
     with pytest.raises(HfCkptError, match="`segments` run several blocks of LlamaModel at once"):
         step(model, tiny_batch("llama"))
 
 
-# --- unusual uses ---------------------------------------------------------------------------------------------------
+# --- unusual uses -----------------------------------------------------------------------------------------------------
 
 
-class OddModel(WorkingModel):
+class OddModel(CustomModel):
     """Runs its blocks in an unusual way, with a norm and a product after the last one."""
 
     def __init__(self, config, run):
-        super().__init__(config, lambda block, hidden_states: block.two(block.norm(block.one(hidden_states)).tanh()))
+        super().__init__(config)
         self.run, self.others = run, copy.deepcopy(self.layers)
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states, shift):
         found = self.run(self, self.first(hidden_states))
         return functional.layer_norm(found, (16,)) * functional.silu(found)
 
 
 def skips_some(model, hidden):
     """As LayerDrop does."""
-    for layer in (model.layers[0], model.layers[2]):
-        hidden = layer(hidden)
-    return hidden
+    return model.layers[2](model.layers[0](hidden))
 
 
 def scales_between(model, hidden):
@@ -143,21 +137,18 @@ def interleaved(model, hidden):
 def test_blocks_that_are_run_in_an_odd_way(run, times):
     """A block whose input is not the output of the previous one begins a new segment."""
     torch.manual_seed(0)
-    plain = OddModel(UnknownConfig(), run).train()
-    model = copy.deepcopy(plain)
-    hf_ckpt.install(model, {"segments": 1})
-    enable(model)
+    plain = OddModel(CustomConfig(), run).train()
+    model = in_segments(copy.deepcopy(plain), 1)
     for expected, got in zip(steps_of(plain, 2), steps_of(model, 2), strict=True):
         assert_same(expected, got)
     assert counts(model) == [2 * each for each in times]
 
 
 def test_a_backward_through_part_of_a_segment():
-    def run(model):
+    found = []
+    for model in (tiny_model("llama"), in_segments(tiny_model("llama"), 1)):
         batch = without_cache(model, tiny_batch("llama"))
         model(**batch, output_hidden_states=True).hidden_states[2].square().mean().backward()
-        return gradients(model)
-
-    model = in_segments(segments=1, dropout=0.0)
-    assert_same(run(tiny_model("llama", dropout=0.0)), run(model))
+        found.append(gradients(model))
+    assert_same(*found)
     assert counts(model) == [2, 1, 0, 0]

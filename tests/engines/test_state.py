@@ -1,13 +1,18 @@
-"""What a forward saw: what cannot be restored, what is ignored, and what a recomputation leaves."""
+"""What a forward saw: what a recomputation restores, what it cannot restore, what is ignored, and what it leaves.
+
+`parity/test_matrix.py` compares gradients after most changes between forward and backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 
 import pytest
 import torch
-from helpers.changed import LAYERS, each_engine, enabled, loss_of, plain_model, two_adapters
-from helpers.steps import assert_same, outcome
+from helpers.adapters import two_adapters
+from helpers.custom import LAYERS, custom_loss, custom_model, work
+from helpers.steps import assert_same, outcome, planned, without_cache
 from torch import nn
 
 import hf_ckpt
@@ -15,12 +20,98 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.errors import ChangedBlockError, InPlaceError
 from hf_ckpt.models.blocks import base_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+ENGINES = {
+    "full": {"policy": "full"},
+    "full+selective": {"policy": "full+selective", "save": ["attention"]},
+    "segments": {"segments": 2},
+    "offload": {"policy": "offload"},
+    "selective": {"policy": "selective"},
+    "save attention": {"policy": "selective", "save": ["attention"]},
+}
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def enabled(model, engine):
+    return planned(model, ENGINES[engine])
+
+
+def loss_of(model):
+    return model(**without_cache(model, tiny_batch("llama"))).loss
+
+
+# --- arguments and context variables ----------------------------------------------------------------------------------
+
+
+def shifts():
+    return [torch.linspace(-1, number, 16).expand(2, 1, 16) for number in range(LAYERS)]
+
+
+def pops_a_list(block, hidden, shift):
+    return work(block, hidden, shift.pop(0))
+
+
+def pops_a_dict_in_a_tuple(block, hidden, shift):
+    return work(block, hidden, shift[0].popitem()[1])
+
+
+def adds_its_result(block, hidden, shift):
+    shift.append(work(block, hidden, shift[-1].mean(1, keepdim=True)))
+    return shift[-1]
+
+
+GIVEN = {
+    pops_a_list: shifts,
+    pops_a_dict_in_a_tuple: lambda: (dict(enumerate(shifts())),),
+    adds_its_result: lambda: shifts()[:1],
+}
+"""What a block does -> what it is given."""
+
+
+@each_engine
+@pytest.mark.parametrize("run", GIVEN)
+def test_a_container_is_changed_once(run, engine):
+    """A recomputation gets containers as they were given, and the caller's are changed by the forward alone."""
+    found = []
+    for model in (custom_model(run), enabled(custom_model(run), engine)):
+        container = GIVEN[run]()
+        loss = model(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)), container).square().mean()
+        if isinstance(container, list):
+            loss = loss + sum(value.square().mean() for value in container)
+        for _ in range(2):  # recomputes twice
+            loss.backward(retain_graph=True)
+        found.append((outcome(model, loss), str(container)))
+    (expected, left), (got, left_by_ours) = found
+    assert_same(expected, got)
+    assert left_by_ours == left
+    assert all(hf_ckpt.describe(model).recomputed.values())
+
+
+SHIFT = contextvars.ContextVar("shift")
+
+
+@each_engine
+def test_a_context_variable_has_its_value_of_the_forward(engine):
+    """The variable is reset when the forward has ended."""
+    found = []
+    for plan in (lambda model: model, lambda model: enabled(model, engine)):
+        model, tokens = custom_model(lambda block, hidden, shift: work(block, hidden, SHIFT.get())), []
+        model.register_forward_pre_hook(lambda *args, tokens=tokens: tokens.append(SHIFT.set(shifts()[1])))
+        model.register_forward_hook(lambda *args, tokens=tokens: SHIFT.reset(tokens.pop()))
+        loss = custom_loss(plan(model))
+        loss.backward()
+        found.append(outcome(model, loss))
+    assert_same(*found)
+    assert all(hf_ckpt.describe(model).recomputed.values())
+
+
+# --- values that are gone, or change nothing --------------------------------------------------------------------------
 
 
 def given_other_values(model):
-    with torch.no_grad():
-        for parameter in model.model.layers[1].parameters():
-            parameter.data = parameter * 2
+    for parameter in model.model.layers[1].parameters():
+        parameter.data = parameter.data * 2
 
 
 def stepped(model):
@@ -30,9 +121,9 @@ def stepped(model):
 
 
 @each_engine
-@pytest.mark.parametrize("change", [given_other_values, stepped], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [given_other_values, stepped])
 def test_values_that_are_gone_are_a_named_error(change, engine):
-    model = enabled(plain_model(), engine)
+    model = enabled(tiny_model("llama"), engine)
     loss = loss_of(model)
     change(model)
     rebuilds = isinstance(installation(model).regions["model.layers.1"], RebuildRegion)
@@ -46,7 +137,7 @@ def test_values_that_are_gone_are_a_named_error(change, engine):
 
 @pytest.mark.parametrize("engine", ["full", "segments"])
 def test_merging_adapters_is_a_named_error(engine):
-    model = enabled(two_adapters(), engine)
+    model = enabled(two_adapters(tiny_model("llama")), engine)
     loss = loss_of(model)
     model.merge_adapter()
     with pytest.raises(ChangedBlockError, match="merged into its weights"):
@@ -57,7 +148,7 @@ def test_merging_adapters_is_a_named_error(engine):
 def test_parameters_that_are_not_used_may_change(engine):
     """An optimizer may step one adapter before the backward of the other."""
     found = []
-    for model in (two_adapters(), enabled(two_adapters(), engine)):
+    for model in (two_adapters(tiny_model("llama")), enabled(two_adapters(tiny_model("llama")), engine)):
         torch.manual_seed(3)
         model.set_adapter("default")
         loss = loss_of(model)
@@ -87,7 +178,7 @@ def state_of(model):
 
 def test_the_model_stays_as_the_change_left_it():
     """A recomputation leaves the model as it was after the change, even if it raises an error."""
-    model = enabled(two_adapters(), "full")
+    model = enabled(two_adapters(tiny_model("llama")), "full")
     layers = base_model(model).model.layers
     loss = loss_of(model)
     model.set_adapter("critic")
@@ -106,7 +197,7 @@ def test_the_model_stays_as_the_change_left_it():
 
 
 def test_nothing_is_compared_where_parameters_come_and_go():
-    model = enabled(plain_model(), "full")
+    model = enabled(tiny_model("llama"), "full")
     for module in model.modules():
         if isinstance(module, nn.Linear):
             vars(module)["_hf_hook"] = None  # accelerate's mark on modules that it moves
@@ -114,12 +205,12 @@ def test_nothing_is_compared_where_parameters_come_and_go():
     given_other_values(model)
     with contextlib.suppress(RuntimeError):
         loss.backward()
-    assert sum(hf_ckpt.describe(model).recomputed.values()) == LAYERS
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
 
 
 def test_counts_of_deepspeed_go_on():
     """DeepSpeed's counters on modules also count recomputations; they are neither compared nor restored."""
-    model = enabled(plain_model(), "full")
+    model = enabled(tiny_model("llama"), "full")
     inner = model.model.layers[0].self_attn
     inner.applied_pre_backward_ref_cnt = 0
 

@@ -39,3 +39,12 @@ def with_lora(model, family, *, hub=False, lora_dropout=0.1, **options):
     else:
         model = get_peft_model(model, config)
     return model.train(training)
+
+
+def two_adapters(model):
+    """A LLaMA with two adapters, `default` and `critic`, and trained norms and embeddings."""
+    model = with_lora(model, "llama")
+    model.add_adapter("critic", lora_config("llama", lora_dropout=0.1))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "norm" in name or "embed" in name)
+    return model

@@ -93,6 +93,13 @@ def enable(model, kwargs=None):
     getattr(base_model(model), compat.transformers.ENABLE_NAMES[-1])(kwargs)
 
 
+def planned(model, spec=None):
+    """The model with a plan enabled."""
+    hf_ckpt.install(model, spec)
+    enable(model)
+    return model
+
+
 def recomputed(model):
     """Names of the blocks that were recomputed, repeated for each recomputation."""
     return [name for name, times in hf_ckpt.describe(model).recomputed.items() for _ in range(times)]

@@ -9,7 +9,7 @@ import random
 import numpy
 import pytest
 import torch
-from helpers.museum import exhibit_loss, exhibit_model
+from helpers.custom import custom_loss, custom_model
 from helpers.steps import assert_frees_everything, assert_same, enable, gradients, outcome, step, without_cache
 from helpers.trainers import FLAG, metrics, trainer
 
@@ -107,10 +107,10 @@ def test_a_trainer_that_compiles_its_model_compiles_it_once(tmp_path):
     assert found[0] == found[1]
 
 
-def exhibit_step(model, number):
+def custom_step(model, number):
     model.zero_grad(set_to_none=True)
     random.seed(number)
-    loss = exhibit_loss(model, number)
+    loss = custom_loss(model, number)
     loss.backward()
     return outcome(model, loss)
 
@@ -194,10 +194,10 @@ def test_a_nested_tensor_is_left_out():
     def nests(block, hidden, shift):
         return torch.nested.to_padded_tensor(block.one(torch.nested.as_nested_tensor(list(hidden))), 0.0)
 
-    plain, model = exhibit_model(0, nests), exhibit_model(0, nests)
+    plain, model = custom_model(nests, 0), custom_model(nests, 0)
     hf_ckpt.install(model, {"policy": "full", "check_every": 1, "determinism_check": "none"})
     enable(model)
-    assert_same(exhibit_step(plain, 0), exhibit_step(model, 0))
+    assert_same(custom_step(plain, 0), custom_step(model, 0))
     watched = hf_ckpt.describe(model).watched
     assert watched.left_out > 0
     assert watched.checks == 1
@@ -218,23 +218,23 @@ def test_nothing_is_checked_in_a_cuda_graph(monkeypatch):
 
 def test_a_trained_block_may_use_none_of_its_parameters():
     """Missing gradients of unused parameters are not a difference: without checkpointing they are missing, too."""
-    model = exhibit_model().requires_grad_(False)
+    model = custom_model().requires_grad_(False)
     for layer in model.layers:
         layer.expert = torch.nn.Linear(16, 16)  # unused
     model.last.requires_grad_(True)
     hf_ckpt.install(model, {"policy": "full", "check_every": 1, "on_mismatch": "raise"})
     enable(model)
-    assert exhibit_step(model, 0)["last.weight"].any()
+    assert custom_step(model, 0)["last.weight"].any()
     assert not hf_ckpt.describe(model).watched.differences
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5], ids=["moved", "changed"])
 def test_parameters_that_are_moved_are_no_difference(factor):
     """Moving parameters between forward and backward, as weight offloading does, is not a difference."""
-    model, watch = exhibit_model(), Watch(1)
+    model, watch = custom_model(), Watch(1)
     enable(model, {"use_reentrant": False})
     watch.on_forward(model, None)
-    loss = exhibit_loss(model, 0)
+    loss = custom_loss(model, 0)
     for parameter in model.parameters():
         parameter.data = parameter.data * factor
     loss.backward()

@@ -1,0 +1,82 @@
+"""Small models whose code hf_ckpt does not know, such as code from the hub: each block runs a function of the test."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from helpers.steps import outcome
+from hf_ckpt import compat
+
+LAYERS = 3
+
+
+def work(block, hidden, shift):
+    """What a block computes if the test says nothing else."""
+    normed = block.norm(hidden)
+    return hidden + block.two(functional.silu(block.one(normed if shift is None else normed + shift)))
+
+
+class CustomBlock(compat.transformers.GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)  # as with adapters
+        self.work = work
+
+    def forward(self, hidden_states, shift=None):
+        return self.work(self, hidden_states, shift)
+
+
+class CustomConfig(transformers.PretrainedConfig):
+    model_type = "custom"
+
+
+class CustomModel(transformers.PreTrainedModel):
+    config_class = CustomConfig
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.layers = nn.ModuleList(CustomBlock() for _ in range(LAYERS))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Linear layers initialise themselves."""
+
+    def forward(self, hidden_states, shift):
+        hidden_states = self.first(hidden_states).clone()  # the output of a linear layer is a view
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, shift=shift)
+        return self.last(hidden_states)
+
+
+def custom_model(run=work, at=None, dtype=torch.float32):
+    """A model of three blocks, in which all blocks, or only the one `at` a place, run `run(block, hidden, shift)`."""
+    torch.manual_seed(0)
+    model = CustomModel(CustomConfig()).to(dtype).train()
+    for layer in model.layers if at is None else (model.layers[at],):
+        layer.work = run
+    return model
+
+
+def custom_loss(model, number=0):
+    """The loss of step `number`."""
+    dtype = model.first.weight.dtype
+    hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(number)).to(dtype)
+    return model(hidden, torch.linspace(-1, 1, 16, dtype=dtype)).float().square().mean()
+
+
+def steps_of(model, steps=3):
+    """Loss and gradients of some steps, each with its own seed."""
+    found = []
+    for number in range(steps):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(number)
+        loss = custom_loss(model, number)
+        loss.backward()
+        found.append(outcome(model, loss))
+    return found
