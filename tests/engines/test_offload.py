@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import threading
 
 import pytest
 import torch
-from helpers.lanes import HIDDEN, Delayed, DeviceBytes, Eager, lanes_of
-from helpers.offloading import OFFLOAD, SAVED, moved, mover, ours, said
-from helpers.steps import CACHED_BYTES, assert_same, gradients, step, without_cache
+from helpers.lanes import HIDDEN, Delayed, DeviceBytes, Eager, lanes_of, mover
+from helpers.steps import CACHED_BYTES, assert_same, gradients, planned, step, without_cache
 from helpers.toys import each_family
 from torch import nn
 
@@ -23,6 +20,24 @@ from hf_ckpt.errors import InPlaceError
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+OFFLOAD = {"policy": "offload"}
+SAVED = {"policy": "selective", "offload": "saved"}
+
+
+def said(caplog):
+    """Messages of the engines."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt.engines.")]
+
+
+def ours(family="llama", spec=OFFLOAD, **options):
+    """A small model with the plan enabled."""
+    return planned(tiny_model(family, **options), spec)
+
+
+def moved(model):
+    """Block name -> bytes that its last forward moved."""
+    return hf_ckpt.describe(model).moved
 
 
 @pytest.mark.compat
@@ -254,23 +269,6 @@ def test_what_finds_no_room_in_host_memory_is_freed(unwatched):
 
 
 # --- threads and unusual uses -----------------------------------------------------------------------------------------
-
-
-def test_two_threads_in_one_graph(lanes):
-    """Several backwards through one graph may share hidden states that came back; none are freed too early."""
-    blocks = [OffloadRegion(str(number), mover) for mover in [Mover()] for number in range(6)]
-    x = torch.randn(4, 8, requires_grad=True)
-    out = functools.reduce(lambda hidden, block: block(torch.sin, hidden), blocks, x * 1)
-    (expected,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    found = []
-    work = [lambda: found.append(torch.autograd.grad(out.sum(), x, retain_graph=True)[0])] * 4
-    threads = [threading.Thread(target=each) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(expected, each) for each in found)
 
 
 def test_a_lane_serves_one_thread_at_a_time():

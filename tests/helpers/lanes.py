@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from hf_ckpt.attach.record import installation
 from hf_ckpt.engines import offload
 from hf_ckpt.measure.live import LiveBytes
 
@@ -111,3 +112,10 @@ def lanes_of(lane_class):
 
     with mock.patch.object(offload, "lane_of", lane_of), mock.patch.object(offload, "LEAST_BYTES", 0):
         yield made
+
+
+def mover(model):
+    """The mover that all blocks of a model share."""
+    regions = installation(model).regions.values()
+    (found,) = {region.mover for region in regions if getattr(region, "mover", None) is not None}
+    return found
