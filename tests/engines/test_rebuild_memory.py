@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.steps import assert_same, enable, step, without_cache
+from helpers.steps import assert_same, planned, step, without_cache
 from helpers.toys import SAVES, each_family, plain_and_ours, rebuilt, same_toys
 from torch import nn
 
@@ -17,7 +17,7 @@ from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 
@@ -26,10 +26,7 @@ def model_of(family, spec=None, *, lora=False, dropout=0.0, layers=3):
     """A model in 16 bits; adapters are in float32."""
     model = tiny_model(family, layers=layers, hidden=64, dropout=dropout, dtype=torch.bfloat16, attention="sdpa")
     model = with_lora(model, family, lora_dropout=dropout) if lora else model
-    if spec is not None:
-        hf_ckpt.install(model, spec)
-        enable(model)
-    return model
+    return model if spec is None else planned(model, spec)
 
 
 def held_by(model, batch):
@@ -72,46 +69,36 @@ def test_what_is_held_of_what_no_checkpointing_holds(case):
 
 def test_a_parameter_that_is_written_with_a_graph_is_freed():
     """A frozen parameter that a block fills in place, and that gets a graph by that, is freed."""
-
-    def left(run):
-        x = torch.randn(4, 16, requires_grad=True)
-        slot = nn.Parameter(torch.zeros(4, 16), requires_grad=False)
-
-        def block(x):
-            slot.copy_(x)
-            return slot.exp_()
-
-        run(block, x * 1)
-        return weakref.ref(slot)
-
+    region = RebuildRegion("toy", save=("linear", "attention"))
     gc.collect()
     gc.disable()
     try:
-        assert left(lambda block, x: block(x))() is None
-        region = RebuildRegion("toy", save=("linear", "attention"))
-        assert left(region)() is None
+        slots = [nn.Parameter(torch.zeros(4, 16), requires_grad=False)]
+        region(lambda x: slots[0].copy_(x).exp_(), torch.randn(4, 16, requires_grad=True) * 1)
+        left = weakref.ref(slots.pop())
+        assert left() is None
         assert region.saved_tensors
     finally:
         gc.enable()
 
 
-def test_hidden_states_that_the_user_keeps_hold_nothing_else():
+@each_family
+def test_hidden_states_that_the_user_keeps_hold_nothing_else(family):
     """Hidden states that the user holds after backward keep no other tensors alive."""
-    for family in FAMILIES:
-        alive = []
-        for model in plain_and_ours(family, layers=4):
-            batch = without_cache(model, tiny_batch(family))
-            step(model, batch)
+    alive = []
+    for model in plain_and_ours(family, layers=4):
+        batch = without_cache(model, tiny_batch(family))
+        step(model, batch)
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(model) as live:
+            outputs = model(**batch, output_hidden_states=True)
+            outputs.loss.backward()
             model.zero_grad(set_to_none=True)
-            with LiveBytes(model) as live:
-                outputs = model(**batch, output_hidden_states=True)
-                outputs.loss.backward()
-                model.zero_grad(set_to_none=True)
-                states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states")
-                del outputs
-                alive.append(live.current_bytes - live.start_bytes)
-                assert states
-        assert alive[1] <= alive[0], family
+            states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states")
+            del outputs
+            alive.append(live.current_bytes - live.start_bytes)
+            assert states
+    assert alive[1] <= alive[0]
 
 
 def test_nothing_to_drop_is_said_once(caplog):
@@ -123,14 +110,12 @@ def test_nothing_to_drop_is_said_once(caplog):
 @pytest.mark.parametrize("policy", ["full", "full+selective", "selective"])
 def test_blocks_that_share_their_weights(policy):
     """Autocast casts a shared weight once for all blocks in the forward, and once per recomputed block."""
-    found = []
-    for spec in (None, {"policy": policy}):
-        model = tiny_model("llama", layers=3)
+    found, models = [], [tiny_model("llama", layers=3) for _ in range(2)]
+    for model in models:
         for layer in model.model.layers[1:]:
             layer.mlp = model.model.layers[0].mlp
-        if spec:
-            hf_ckpt.install(model, spec)
-            enable(model)
+    planned(models[1], {"policy": policy})
+    for model in models:
         with torch.autocast("cpu", torch.bfloat16):
             found.append(step(model, tiny_batch("llama")))
     assert rebuilt(model) > 0
@@ -157,25 +142,15 @@ def test_what_full_selective_leaves_is_what_full_leaves(family):
 
 @each_family
 def test_what_was_learned_of_a_block_ends_with_its_structure(family, monkeypatch):
-    """Later forwards do not retry what could not be rebuilt, until the block changes.
-
-    A changed block then drops as much as a fresh one.
-    """
+    """Later forwards do not retry what could not be rebuilt. A changed block drops as much as a fresh one."""
     make, failed = Tape._make, []
-
-    def noting(tape, row, node, number):
-        value = make(tape, row, node, number)
-        failed[-1] += value is None
-        return value
-
-    monkeypatch.setattr(Tape, "_make", noting)
-    _, model = plain_and_ours(family)
-    for _ in range(3):
-        failed.append(0)
-        step(model, tiny_batch(family))
-    assert failed[0] > 0
-    assert failed[1:] == [0, 0]
-    _, fresh = plain_and_ours(family)
+    monkeypatch.setattr(Tape, "_make", lambda *args: make(*args) or failed.append(args))
+    (_, model), (_, fresh) = plain_and_ours(family), plain_and_ours(family)
+    step(model, tiny_batch(family))
+    assert failed
+    failed.clear()
+    step(model, tiny_batch(family))
+    assert not failed
     for each in (model, fresh):
         for block in find_blocks(each).modules.values():
             for number, parameter in enumerate(block.parameters()):

@@ -13,9 +13,6 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines import offload
 from hf_ckpt.measure.live import LiveBytes
 
-HIDDEN = 2 * 16 * 32 * 4
-"""Bytes of the hidden states of `tiny_batch` in float32."""
-
 
 class Delayed:
     """A stream that copies nothing until something waits for it.
@@ -27,16 +24,12 @@ class Delayed:
         self.queue = []
         self.log = []
         """Copies as ("out" or "back", bytes)."""
-        self.sources = []
-        """Weak references to the storages that were moved."""
-        self.dropped = 0
 
     def out(self, tensor, host):
         assert (host.dtype, host.stride()) == (tensor.dtype, tensor.stride())
         assert not tensor.requires_grad, "a copy with a graph would hold the tensor"
         host.fill_(math.nan)
         self.log.append(("out", tensor.nbytes))
-        self.sources.append(weakref.ref(tensor.untyped_storage()))
         return self._begin(weakref.ref(tensor), lambda source: host.copy_(source))
 
     def back(self, host):
@@ -64,7 +57,7 @@ class Delayed:
             self.drain(1)
 
     def drop(self, copying):
-        self.dropped += not copying[2]
+        """Nobody waits for the copy."""
 
 
 class Eager(Delayed):

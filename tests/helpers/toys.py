@@ -7,28 +7,20 @@ import torch
 from torch import nn
 
 import hf_ckpt
-from helpers.steps import assert_same, enable
+from helpers.steps import assert_same, planned
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import enter_module, leave_module
 from hf_ckpt.models.tiny import FAMILIES, tiny_model
 
-SELECTIVE = {"policy": "selective"}
 SAVES = (["linear", "attention"], ["attention"], ["linear"])
-LAYERS = 2
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_save = pytest.mark.parametrize("save", SAVES, ids="+".join)
 
 
-# --- models ---------------------------------------------------------------------------------------------------------
-
-
-def plain_and_ours(family="llama", save=SAVES[0], layers=LAYERS, **options):
+def plain_and_ours(family="llama", save=SAVES[0], layers=2, **options):
     """The same model twice, the second with `selective` enabled."""
-    plain = tiny_model(family, layers=layers, **options)
-    ours = tiny_model(family, layers=layers, **options)
-    hf_ckpt.install(ours, {**SELECTIVE, "save": save})
-    enable(ours)
-    return plain, ours
+    plain, ours = (tiny_model(family, layers=layers, **options) for _ in range(2))
+    return plain, planned(ours, {"policy": "selective", "save": save})
 
 
 def rebuilt(model):
@@ -43,8 +35,6 @@ def same_steps(run, family="llama", save=SAVES[0], **options):
     assert rebuilt(ours) > 0
     return ours
 
-
-# --- toy blocks -----------------------------------------------------------------------------------------------------
 
 SCALE = nn.Parameter(torch.tensor(0.7))
 WEIGHT = nn.Parameter(torch.linspace(-1, 1, 256).view(16, 16).contiguous())

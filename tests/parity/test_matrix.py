@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.adapters import TARGETS, lora_config, with_lora
-from helpers.changed import PowerNorm, without_forward_state
+from helpers.custom import PowerNorm, without_forward_state
 from helpers.experts import EXPERTS, experts
 from helpers.lanes import Delayed, lanes_of
 from helpers.others import OTHERS, other_model

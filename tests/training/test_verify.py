@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers.changed import without_forward_state
+from helpers.custom import without_forward_state
 from helpers.planned import budgeted, model_of, without_state
 from helpers.steps import without_cache
 from torch import nn
