@@ -18,23 +18,6 @@ def lanes():
 @pytest.fixture
 def whole(monkeypatch):
     """Chunked logits that were computed as a whole."""
-    found = []
-    values = Logits.values
-
-    def watched(logits):
-        found.append(logits)
-        return values(logits)
-
-    monkeypatch.setattr(Logits, "values", watched)
+    found, values = [], Logits.values
+    monkeypatch.setattr(Logits, "values", lambda logits: found.append(logits) or values(logits))
     return found
-
-
-@pytest.fixture
-def dynamo():
-    """torch.compile without the graphs of earlier tests; yields its counters."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import pickle
@@ -24,7 +23,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.engines import compiled as engine
 from hf_ckpt.errors import HfCkptError, OwnerConflictError
-from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled", "unwatched")
@@ -73,9 +72,7 @@ def test_backward_has_the_dropout_of_the_forward(family):
     models = [compiled({"share": share}, family, **draws) for share in SHARES]
     first, *others = (step(model, batch) for model in models)
     assert all(len(hf_ckpt.describe(model).in_graphs) == 2 for model in models)
-    plain = step(compiled({"share": 1.0}, family), batch)
-    with pytest.raises(AssertionError):
-        assert_near(plain, first)  # dropout is on
+    assert first["loss"] != step(compiled({"share": 1.0}, family), batch)["loss"]  # dropout is on
     for found in others:
         assert_near(first, found)
 
@@ -99,13 +96,12 @@ def test_hooks_inside_a_block_are_refused(graphs, when, request):
     batch, model = tiny_batch("llama"), compiled({"share": 0.5})
     step(model, batch)
     model = compiled({"share": 0.5}) if when == "in another model" else model
-    mlp = base_model(model).model.layers[1].mlp
-    if when == "on every module":
-        handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
-    elif when == "of gradients":
-        handle = mlp.register_full_backward_hook(lambda *args: None)
-    else:
-        handle = mlp.register_forward_hook(lambda *args: None)
+    mlp = model.model.layers[1].mlp
+    register = {
+        "on every module": torch.nn.modules.module.register_module_forward_hook,
+        "of gradients": mlp.register_full_backward_hook,
+    }.get(when, mlp.register_forward_hook)
+    handle = register(lambda *args: None)
     request.addfinalizer(handle.remove)
     where = "all modules" if when == "on every module" else "a `LlamaMLP` inside"
     with pytest.raises(HfCkptError, match=rf"block 'model\.layers\.\d' is compiled, .* hook on {where}"):
@@ -116,6 +112,7 @@ def test_hooks_inside_a_block_are_refused(graphs, when, request):
     assert len(graphs) == 1
 
 
+@pytest.mark.long
 def test_stacks_of_other_lengths_have_graphs_of_their_own_sizes(graphs):
     """An encoder and a decoder of different lengths get separate graphs with fixed sizes.
 
@@ -131,7 +128,7 @@ def test_stacks_of_other_lengths_have_graphs_of_their_own_sizes(graphs):
     assert not any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def test_what_is_described_and_taken_off_again(graphs):
+def test_a_compiled_plan_is_described_copied_paused_and_taken_off(graphs):
     plain, model = small(), compiled({"policy": "full"})
     batch = tiny_batch("llama")
     assert_near(step(plain, batch), step(model, batch))
@@ -146,19 +143,12 @@ def test_what_is_described_and_taken_off_again(graphs):
         prompt = {"input_ids": batch["input_ids"][:, :8], "max_new_tokens": 6, "do_sample": False}
         assert torch.equal(plain.generate(**prompt), model.generate(**prompt))
     assert set(hf_ckpt.describe(model).forwards.values()) == {1}
+    copied = pickle.loads(pickle.dumps(model))
+    assert_same(step(model, batch), step(copied, batch))
+    assert len(hf_ckpt.describe(copied).in_graphs) == 2
     hf_ckpt.uninstall(model)
     assert_same(step(plain, batch), step(model, batch))
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_compiled_too(graphs, way):
-    model = compiled({"share": 0.5})
-    expected = step(model, tiny_batch("llama"))
-    copied = way(model)
-    assert_same(expected, step(copied, tiny_batch("llama")))
-    assert len(graphs) == 1
-    assert hf_ckpt.describe(copied).in_graphs
 
 
 @pytest.mark.long
@@ -200,6 +190,7 @@ def test_blocks_that_do_not_compile_run_as_full(missing, graphs, monkeypatch, ca
 # --- other compilers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_blocks_in_graphs_of_others_are_named(graphs, caplog):
     """If the whole model is compiled, shares have no effect, and hf_ckpt says so."""
     callback, batch = hf_ckpt.MemoryTimeCallback(), tiny_batch("llama", tokens=8)
@@ -234,7 +225,7 @@ def test_blocks_that_something_else_compiles_by_themselves_are_refused(first, wa
         step(model, tiny_batch("llama"))
 
 
-def test_a_count_of_operations_sees_blocks_in_eager_mode():
+def test_a_count_of_operations_sees_blocks_in_eager_mode(graphs):
     """While an operation counter is active, blocks run as `full`."""
     batch = tiny_batch("llama", tokens=32)
     model = compiled({"share": 0.5})
@@ -252,7 +243,7 @@ def test_a_count_of_operations_sees_blocks_in_eager_mode():
 # --- verification ---------------------------------------------------------------------------------------------------
 
 
-def test_verify_compares_with_the_same_blocks_at_share_1(monkeypatch):
+def test_verify_compares_with_the_same_blocks_at_share_1(graphs, monkeypatch):
     right = engine._compiled
 
     def wrong(kind):

@@ -13,7 +13,7 @@ import pickle
 import pytest
 import torch
 from helpers.lanes import DeviceBytes, mover
-from helpers.steps import CACHED_BYTES, assert_frees_everything, assert_near, assert_same, planned, step
+from helpers.steps import CACHED_BYTES, assert_frees_everything, assert_same, planned, step
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -80,7 +80,6 @@ def test_an_error_in_a_block_leaves_nothing(engine, place):
 @pytest.mark.parametrize("engine", [*SPECS, "head"])
 def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
     """Copies, and models with a plan from a file, have their own functions, weights and host memory."""
-    compare = assert_near if engine == "head" else assert_same
     model = planned(tiny_model("t5", layers=3), {**SPECS, "head": {"policy": "full", "head": 5}}[engine])
     expected = step(model, tiny_batch("t5"))
     before = hf_ckpt.describe(model)
@@ -88,9 +87,9 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
     before.plan.save(tmp_path / "plan.json")
     loaded = planned(tiny_model("t5", layers=3), {"plan": str(tmp_path / "plan.json")})
     for twin, times in ((copy.deepcopy(model), 2), (pickle.loads(pickle.dumps(model)), 2), (loaded, 1)):
-        regions = installation(twin).regions
-        assert regions.keys() == installation(model).regions.keys()
-        assert all(region is not installation(model).regions[name] for name, region in regions.items())
+        regions, originals = installation(twin).regions, installation(model).regions
+        assert regions.keys() == originals.keys()
+        assert all(region is not originals[name] for name, region in regions.items())
         assert not before.moved or mover(twin) is not mover(model)
         assert_same(expected, step(twin, tiny_batch("t5")))
         found = hf_ckpt.describe(twin)
@@ -99,7 +98,6 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
         assert found.recomputed == {name: times * count for name, count in before.recomputed.items()}
         hf_ckpt.uninstall(twin)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in twin.modules())
-        compare(expected, step(twin, tiny_batch("t5")))
         assert all(parameter.grad is None for parameter in model.parameters())
     assert hf_ckpt.describe(model).recomputed == before.recomputed
     assert bool(before.moved) == (engine in ("offload", "saved"))

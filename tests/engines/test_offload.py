@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from helpers.lanes import Delayed, DeviceBytes, Eager, lanes_of, mover
-from helpers.steps import CACHED_BYTES, assert_same, gradients, planned, step, without_cache
+from helpers.steps import assert_frees_everything, assert_same, gradients, planned, step, without_cache
 from helpers.toys import each_family
 from torch import nn
 
@@ -154,15 +152,15 @@ def test_views_share_a_copy():
         assert all(entry.slot.arriving is None for entry in packed[:5])
 
 
-@pytest.mark.parametrize("when", ["in its block", "in backward"])
-def test_a_result_that_changes_during_its_copy_is_refused(when):
+def test_a_result_that_changes_during_its_copy_is_refused():
     x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_() * 1
     group = Group(Mover(), "toy", Delayed(), x)
     packed = group.pack(x)
     with torch.no_grad():
         x.add_(1.0)
-    with pytest.raises(InPlaceError, match="block 'toy'"):
-        group.leave_device() if when == "in its block" else group.unpack(packed)
+    for use in (group.leave_device, lambda: group.unpack(packed)):
+        with pytest.raises(InPlaceError, match="block 'toy'"):
+            use()
 
 
 @pytest.mark.parametrize("make", [lambda x: x.transpose(0, 1), lambda x: x[:, :, :4], lambda x: x[:1].expand(3, 6, 8)])
@@ -186,13 +184,8 @@ def test_hidden_states_that_are_not_contiguous(make, lanes):
 def test_what_would_stay_anyway_is_not_moved(lanes):
     """Leaves, their views, integers, empty tensors and subclasses stay on the device."""
     weight = nn.Parameter(torch.randn(4))
-    for hidden in (
-        weight,
-        weight.view(2, 2),
-        torch.zeros(4, dtype=torch.long),
-        torch.zeros(0),
-        torch.zeros(4).as_subclass(type("Sub", (torch.Tensor,), {})),
-    ):
+    subclass = torch.zeros(4).as_subclass(type("Sub", (torch.Tensor,), {}))
+    for hidden in (weight, weight.view(2, 2), torch.zeros(4, dtype=torch.long), torch.zeros(0), subclass):
         region = OffloadRegion("block", Mover())
         region(lambda x: x * weight.sum(), hidden).sum().backward()
         assert region.moved_bytes == 0
@@ -226,14 +219,14 @@ def test_a_host_budget_counts_powers_of_two(tokens, buffer, lanes, caplog, unwat
 def test_unpinned_memory_is_used_if_pinning_fails(lanes, monkeypatch, caplog, unwatched):
     empty, refused = torch.empty, []
 
-    def refusing(*args, **keys):
-        if keys.get("pin_memory"):
-            refused.append(args[0])
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*args, **keys)
+    def refusing(*args, pin_memory=False, **keys):
+        if not pin_memory:
+            return empty(*args, **keys)
+        refused.append(args[0])
+        raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "empty", refusing)
-    monkeypatch.setattr(offload.compat.devices, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "cuda")
     model = ours()
     with torch.device("meta"):
         assert mover(model).take(5).device.type == "cpu"  # whatever the default device is
@@ -249,16 +242,7 @@ def test_what_finds_no_room_in_host_memory_is_freed(unwatched):
     """Tensors that do not fit host memory are freed after a forward without a backward, as in evaluation."""
     with lanes_of(Eager):
         model = ours(spec={**SAVED, "host_budget": "2KiB"}, layers=2)
-        batch = without_cache(model, tiny_batch("llama"))
-        step(model, batch)
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        with DeviceBytes(model, batch) as live:
-            for _ in range(3):
-                model(**batch)
-            gc.collect()
-            left = live.current_bytes - live.start_bytes
-    assert left <= CACHED_BYTES
+        assert_frees_everything(model, tiny_batch("llama"), meter=DeviceBytes)
 
 
 # --- threads and unusual uses -----------------------------------------------------------------------------------------

@@ -143,11 +143,11 @@ def test_a_row_makes_the_same_bits(name, dtype, monkeypatch):
 @pytest.mark.parametrize(
     "block",
     [
-        lambda x: x.abs().pow(SCALE),
+        lambda x: x.abs().pow(SCALE),  # has no row
         lambda x: functional.silu((x * 2.0).add_(x.float() * 0.7)),
         lambda x: torch.native_dropout(functional.silu(x), 0.3, False)[0] * functional.mish(x),
     ],
-    ids=["no row", "another type in place", "no dropout"],
+    ids=["an operation", "a sum in place of two types", "dropout in eval mode"],
 )
 def test_what_a_row_cannot_make_stays(block, dtype):
     same_toys(lambda x: block(x) * SCALE, save=(), dtype=dtype)
@@ -191,14 +191,12 @@ VIEWS_OF_A_RESULT = {
 def test_a_view_of_what_is_made_again(name):
     """A view of a rebuilt result is right, whether the result or the view is saved first."""
 
-    def first(x):
-        y = functional.silu(x)
-        return torch.cat([(y * SCALE).flatten(), VIEWS_OF_A_RESULT[name](y).flatten()])
+    for order in (1, -1):
+        makers = [lambda y: y * SCALE, VIEWS_OF_A_RESULT[name]][::order]
 
-    def second(x):
-        y = functional.silu(x)
-        return torch.cat([VIEWS_OF_A_RESULT[name](y).flatten(), (y * SCALE).flatten()])
+        def block(x, makers=makers):
+            y = functional.silu(x)
+            return torch.cat([make(y).flatten() for make in makers])
 
-    for block in (first, second):
         for save in ((), *SAVES):
             same_toys(block, save=save)

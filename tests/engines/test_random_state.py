@@ -70,7 +70,6 @@ DRAWS = {
 RUN_AGAIN = {
     "full": {"policy": "full"},
     "segments": {"segments": 2},
-    "offload": {"policy": "offload"},
     "torch's state is not kept": {"policy": "full", "preserve_rng_state": False},
 }
 
@@ -102,7 +101,7 @@ def test_every_draw_is_noticed_and_repeated():
 @pytest.mark.compat
 @pytest.mark.parametrize("name", RUN_AGAIN)
 @pytest.mark.parametrize("draw", DRAWS)
-def test_a_block_draws_the_same_numbers_again(draw, name, lanes):
+def test_a_block_draws_the_same_numbers_again(draw, name):
     """Recomputations repeat Python's and numpy's numbers, and later draws are as without recomputation."""
 
     def work(block, hidden, shift):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers.experts import EXPERTS, IMPLEMENTATIONS, ONE_BY_ONE, OTHERS, experts
+from helpers.experts import EXPERTS, IMPLEMENTATIONS, MORE_EXPERTS, ONE_BY_ONE, experts
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, enable, planned, step, without_cache
 from helpers.toys import SAVES
@@ -23,7 +23,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 
-ALL = (*EXPERTS, *OTHERS)
+ALL = (*EXPERTS, *MORE_EXPERTS)
 SPECS = {
     "full": {"policy": "full"},
     "full+selective": {"policy": "full+selective"},
@@ -142,7 +142,7 @@ def test_compiled_blocks_choose_once(nothing_compiled, monkeypatch):
     ("name", "implementation"),
     [
         *((name, implementation) for name in EXPERTS for implementation in IMPLEMENTATIONS),
-        *(pytest.param(name, None, marks=needs_routers) for name in OTHERS),
+        *(pytest.param(name, None, marks=needs_routers) for name in MORE_EXPERTS),
     ],
 )
 def test_gradients_and_counts_under_every_spec(name, implementation, lanes):

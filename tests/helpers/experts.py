@@ -13,7 +13,7 @@ EXPERTS = {
     "olmoe": {"num_experts": 4},
 }
 """Model type -> its own config keys."""
-OTHERS = {
+MORE_EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
     "deepseek_v3": {
         "q_lora_rank": None,
@@ -51,7 +51,7 @@ def experts(name, implementation=None):
         "bos_token_id": 2,
         **({} if name == "deepseek_v3" else {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
     }
-    config = transformers.AutoConfig.for_model(name, **sizes | {**EXPERTS, **OTHERS}[name])
+    config = transformers.AutoConfig.for_model(name, **sizes | {**EXPERTS, **MORE_EXPERTS}[name])
     config._attn_implementation = "eager" if name == "gpt_oss" else "sdpa"
     if implementation is not None:
         config._experts_implementation = implementation

@@ -33,7 +33,7 @@ from hf_ckpt.training.watch import Watch
 
 @dataclasses.dataclass
 class Exhibit:
-    """A fault. Functions with a parameter `faulty` also set up the same case without the fault."""
+    """A fault. Functions with a parameter `faulty` also set up the same case without it."""
 
     cause: str
     """Part of the message of the watch."""
@@ -164,9 +164,7 @@ def breaks_ties_by_rounding(faulty):
 
 
 def changes_its_shift(block, hidden, shift):
-    result = work(block, hidden, shift)
-    shift.add_(0.5)
-    return result
+    return work(block, hidden, shift.add_(0.5))
 
 
 def adds_a_shift(block, hidden, shift):
@@ -196,36 +194,28 @@ def counts_its_calls(faulty):
 
 
 def in_eval_mode(model):
-    model.eval()
-    yield
+    yield model.eval()
     model.train()
 
 
 def with_the_other_adapter(model):
-    model.set_adapter("critic")
-    yield
+    yield model.set_adapter("critic")
     model.set_adapter("default")
 
 
 def with_a_changed_weight(model):
-    with torch.no_grad():
-        model.layers[1].one.weight.mul_(2)
-    yield
-    with torch.no_grad():
-        model.layers[1].one.weight.div_(2)
+    yield nn.init.constant_(model.layers[1].one.bias, 2.0)
+    nn.init.zeros_(model.layers[1].one.bias)
 
 
 def with_offsets_by_hooks(model, number):
     """An adapter whose offsets come from hooks that stay on the model for one forward only."""
-    handle = model.layers[1].one.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
-    loss = custom_loss(model, number)
-    model.handle = handle
-    return loss
+    model.handle = model.layers[1].one.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    return custom_loss(model, number)
 
 
 def without_hooks(model):
-    model.handle.remove()
-    yield
+    yield model.handle.remove()
 
 
 def bf16(faulty=True):
