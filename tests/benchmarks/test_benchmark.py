@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import json
 import os
 import signal
 import types
-from multiprocessing import forkserver
 
 import figures
 import peers
-import psutil
 import pytest
 import torch
 from figures import faults
 from harness import Results, Worker, failure
-from machine import Allocations
-from session import Session, difference
-from torch.utils._python_dispatch import TorchDispatchMode
+from session import Session
 from ways import COMPILED, NONE, OURS, OURS_COMPILED, WAYS, our_way
 
 from hf_ckpt.errors import HfCkptError
@@ -30,28 +25,24 @@ NAMED = {way.name: way for way in WAYS}
 EAGER = [way for way in WAYS if way.group not in (COMPILED, OURS_COMPILED) and "offload" not in way.name]
 
 
-class InProcess:
+class InProcess(contextlib.ExitStack):
     """Replaces `harness.Worker`; the object lives in this process."""
 
-    def __init__(self, make, *arguments):
-        self.make, self.arguments, self.made = make, arguments, None
+    def __init__(self, *made_by):
+        super().__init__()
+        self.made_by, self.session = made_by, None
 
     def ask(self, name, *arguments):
         try:
-            self.made = self.made or self.make(*self.arguments)
-            return getattr(self.made, name)(*arguments)
+            if self.session is None:
+                make, *sizes = self.made_by
+                self.session = make(*sizes)
+                self.push(self.session.way)
+            return getattr(self.session, name)(*arguments)
         except Exception as error:
             return failure(error)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *raised):
-        if self.made is not None:
-            self.made.way.__exit__(None, None, None)
-        self.made = None
-
-    shutdown = __exit__
+    shutdown = contextlib.ExitStack.close
 
 
 @pytest.fixture
@@ -67,11 +58,13 @@ def settings(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def turned_on(settings, way, **sizes):
-    settings = type(settings)(**{**vars(settings), **sizes})
+def turned_on(settings, way):
     session = Session(settings, *settings.model, way)
     yield session
     session.way.__exit__(None, None, None)
+
+
+# --- ways -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -94,74 +87,37 @@ def test_every_way_recomputes_and_gives_the_same_gradients(settings, tmp_path):
         size = {name: row[key] for name, row in rows.items()}
         assert none[key] > size["selective"] > size["selective, save attention"]
         assert size["full"] == pytest.approx(size["full (HF)"], rel=0.02)
+    sac = ("SAC, all matmuls + attention", "SAC, every 2nd matmul + attention", "SAC, attention")
+    sizes = [rows[name]["saved_bytes"] for name in (*sac, "full (HF)")]
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
-class Watching(TorchDispatchMode):
-    """Counts products of matrices and attentions."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts.update(kind for kind in ("aten.mm", "_flash") if kind in str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("name", "products", "attentions"),
-    [
-        ("SAC, all matmuls + attention", 0, 0),
-        ("SAC, every 2nd matmul + attention", 3, 0),  # k_proj, o_proj and up_proj of seven
-        ("SAC, attention", 6, 0),  # all but the last, whose result nothing needs
-        ("full (HF)", 6, 1),
-    ],
-)
-def test_what_is_recomputed_in_a_block(settings, name, products, attentions):
-    counts = []
-    for way in (NONE, NAMED[name]):
-        with turned_on(settings, way) as session, Watching() as watching:
-            session.backward()
-        counts.append(watching.counts)
-    assert counts[1] - counts[0] == +collections.Counter({"aten.mm": 2 * products, "_flash": 2 * attentions})
-
-
-@pytest.mark.parametrize("model", ["mini-bert", "mini-t5"])
-def test_models_without_a_causal_head_and_adapters(settings, model):
-    sizes = {"model": [model], "blocks": 1, "batch": 2, "tokens": 16, "lora": 2}
-    with turned_on(settings, NONE, **sizes) as none, turned_on(settings, NAMED["selective"], **sizes) as selective:
-        none.backward()
-        selective.backward()
-        assert difference(selective.gradients(), none.gradients()) == (None, 0.0)
-        assert all("lora" in name and value.any() for name, value in none.gradients().items())
-    bert = "BertForSequenceClassification has no head over a vocabulary"
-    for name, told in (("offload", "needs an accelerator"), ("head in chunks", bert)):
-        with pytest.raises(HfCkptError, match=told), turned_on(settings, NAMED[name], model=["mini-bert"], blocks=1):
-            pass
+# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def planned(monkeypatch):
-    """Plan `full` for one budget."""
+def run(settings, tmp_path, monkeypatch):
+    """Run the benchmark with a plan of `full` for one budget; returns (exit code, rows by name, the case)."""
     row = {"plan": "full 0-1", "predicted_peak_bytes": 2**20, "budget_share": 0.5, "budget_bytes": 2**30}
     monkeypatch.setattr(peers, "planned", lambda *_: [(our_way("planned for 50%", policy="full"), dict(row))])
 
+    def run():
+        path = tmp_path / "peers.json"
+        code = peers.main(["--model", *settings.model, "--tokens", "16", "--repeats", "2", "--json", str(path)])
+        case = json.loads(path.read_text())["cases"]["config"]
+        return code, {row["name"]: row for row in case.get("rows", ())}, case
 
-def run(settings, path, *words):
-    """Run the benchmark; returns (exit code, rows by name, the case)."""
-    code = peers.main(["--model", *settings.model, "--tokens", "16", "--repeats", "2", "--json", str(path), *words])
-    case = json.loads(path.read_text())["cases"]["config"]
-    return code, {row["name"]: row for row in case.get("rows", ())}, case
-
-
-def timed(*seconds):
-    """A worker whose steps take these times, and fail after the last."""
-    left = list(seconds)
-    return types.SimpleNamespace(ask=lambda name: left.pop(0) if left else {"error": "killed"})
+    return run
 
 
-def test_the_fastest_steps_of_a_turn_are_compared(settings, tmp_path, planned):
+def test_the_fastest_steps_of_a_turn_are_compared(settings, tmp_path, run):
     """Ratios compare the fastest steps of a turn, so a slow turn or a single slow step does not change them."""
+
+    def timed(*seconds):
+        """A worker whose steps take these times, and fail after the last."""
+        left = list(seconds)
+        return types.SimpleNamespace(ask=lambda name: left.pop(0) if left else {"error": "killed"})
+
     test, full, selective = peers.Run(settings, "config", tmp_path), NAMED["full"], NAMED["selective"]
     test.workers = {NONE: timed(1, 8, 2, 2), full: timed(9, 1.5, 3, 16), selective: timed(3)}
     for _ in range(2):
@@ -171,36 +127,31 @@ def test_the_fastest_steps_of_a_turn_are_compared(settings, tmp_path, planned):
     assert (failed["error"], failed["step_seconds"]) == ("killed", [])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ways_side_by_side_or_one_after_the_other(device, settings, planned, tmp_path, monkeypatch, capsys):
-    """A way that fails still has a row, with its error. On accelerators, ways run one after the other."""
-    monkeypatch.setattr(peers, "WAYS", (NONE, NAMED["full (HF)"], our_way("broken", no_such_key=1)))
-    monkeypatch.setattr(peers, "DEVICE", device)
-    code, rows, case = run(settings, tmp_path / "peers.json")
-    assert (code, case["reference"], case["repeatable"]) == (0, "none", True)
-    assert "1 problem in the activation checkpointing spec" in rows["broken"]["error"]
-    lengths = [(len(row["step_seconds"]), len(row["reference_seconds"])) for row in rows.values()]
-    assert lengths == [(2, 2), (2, 2), (0, 0), (2, 2)]
-    assert (rows["full (HF)"]["reference_seconds"] == rows["none"]["step_seconds"]) is (device == "cuda")
-    assert (rows["full (HF)"]["first_difference"], rows["planned for 50%"]["recomputed"]) == (None, 2)
-    assert "| planned for 50% |" in capsys.readouterr().out
-    monkeypatch.setattr(peers, "Run", None)  # started again, it measures nothing
-    assert run(settings, tmp_path / "peers.json")[2] == case
+@pytest.mark.parametrize(("device", "reference"), [("cpu", "none"), ("cuda", "full (HF)")])
+def test_ways_side_by_side_or_one_after_the_other(device, reference, run, monkeypatch, capsys):
+    """A way that fails still has a row, with its error. The first way that runs is the reference, also where training
+    without checkpointing runs out of memory. On accelerators, ways run one after the other."""
 
-
-def test_where_none_does_not_run_the_first_that_does_is_the_reference(settings, planned, tmp_path, monkeypatch):
     def session(settings, name, way, make=peers.Session):
-        if way is NONE:
+        if way is NONE and reference != "none":
             raise torch.OutOfMemoryError("CUDA out of memory\nTried to allocate 1 GiB")
         return make(settings, name, way)
 
     monkeypatch.setattr(peers, "Session", session)
-    code, rows, case = run(settings, tmp_path / "peers.json", "--blocks", "3", "--only", "full (HF)", "selective")
-    assert (code, case["reference"], rows["planned for 50%"]["recomputed"]) == (0, "full (HF)", 3)
-    assert rows["none"]["error"] == "OutOfMemoryError: CUDA out of memory"
-    monkeypatch.setattr(peers, "planned", lambda *_: ())
-    code, _, case = run(settings, tmp_path / "other.json", "--only", "offload")
-    assert (code, case["error"].startswith("no way runs on ")) == (1, True)
+    monkeypatch.setattr(peers, "WAYS", (NONE, NAMED["full (HF)"], our_way("broken", no_such_key=1)))
+    monkeypatch.setattr(peers, "DEVICE", device)
+    code, rows, case = run()
+    assert (code, case["reference"], case["repeatable"]) == (0, reference, True)
+    assert "1 problem in the activation checkpointing spec" in rows["broken"]["error"]
+    assert rows["none"].get("error") == (None if device == "cpu" else "OutOfMemoryError: CUDA out of memory")
+    lengths = [(len(row["step_seconds"]), len(row["reference_seconds"])) for row in rows.values()]
+    assert lengths == [(2, 2) if "error" not in row else (0, 0) for row in rows.values()]
+    planned = rows["planned for 50%"]
+    assert (planned["reference_seconds"] == rows[reference]["step_seconds"]) is (device == "cuda")
+    assert (planned["first_difference"], planned["recomputed"]) == (None, 2)
+    assert "| planned for 50% |" in capsys.readouterr().out
+    monkeypatch.setattr(peers, "Run", None)  # started again, it measures nothing
+    assert run()[2] == case
 
 
 @pytest.mark.long
@@ -210,14 +161,16 @@ def test_plans_are_those_of_a_run(settings, tmp_path):
     rows = dict(peers.planned(settings, *settings.model, tmp_path))
     assert [way.name for way in rows] == [f"planned for {share}%" for share in (10, 30, 50, 70, 90)]
     for way, row in {NONE: {}, **rows}.items():
-        session = peers.Session(settings, *settings.model, way)
-        row |= session.measure(tmp_path / "gradients.pt", way is NONE)
-        session.way.__exit__(None, None, None)
+        with turned_on(settings, way) as session:
+            row |= session.measure(tmp_path / "gradients.pt", way is NONE)
     for row in rows.values():
         assert row["first_difference"] is None, row["plan"]
         assert row["allocated_bytes"] <= 1.02 * row["budget_bytes"]
         assert row["allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.055)  # a tiny model
     assert len({row["allocated_bytes"] for row in rows.values()}) > 1
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def test_figures_are_written_as_they_come_and_are_not_measured_again(tmp_path):
@@ -237,59 +190,28 @@ def test_figures_are_written_as_they_come_and_are_not_measured_again(tmp_path):
         Results.begun(path, {"size": 2})
 
 
-class Thing:
-    """Answers, fails or dies on request."""
-
-    def __init__(self, start):
-        self.count = start + 0
-
-    def add(self, number):
-        self.count += number
-        return self.count, os.getpid()
-
-    def be_killed(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def returned(self):
-        """Bytes that return to the system when 128 MiB are freed in several pieces."""
-        held = [torch.ones(2**20) for _ in range(16)] + [torch.ones(2**24)]
-        before = psutil.Process().memory_info().rss
-        del held
-        return before - psutil.Process().memory_info().rss
-
-
 @pytest.mark.long
-def test_objects_live_in_processes_of_their_own_which_keep_freed_memory():
-    forkserver._forkserver._stop()  # another test may have started it, without what makes processes keep memory
-    with Worker(Thing, 1) as one, Worker(Thing, 10) as other, Worker(Thing, "a") as invalid:
-        (first, pid), (second, other_pid) = one.ask("add", 2), other.ask("add", 1)
-        assert (first, second, one.ask("add", 3)) == (3, 11, (6, pid))
-        assert len({pid, other_pid, os.getpid()}) == 3
-        assert one.ask("add", "a")["error"].startswith("TypeError: ")
-        assert one.ask("add", 5) == (11, pid)
-        assert "process was killed, most likely because memory ran out" in one.ask("be_killed")["error"]
-        assert invalid.ask("add", 1)["error"].startswith("TypeError: ")
-        assert other.ask("returned") < 8 * 2**20
+def test_objects_live_in_processes_of_their_own():
+    """What a process raises, and its death, are errors of its way only."""
+    with Worker(os.getpid) as one, Worker(os.getpid) as other, Worker(list, [1]) as numbers:
+        assert len({one.ask("__int__"), other.ask("__int__"), os.getpid()}) == 3
+        assert (numbers.ask("append", 2), numbers.ask("__len__")) == (None, 2)
+        assert numbers.ask("index", 7)["error"].startswith("ValueError: ")
+    with Worker(int, "a") as invalid, Worker(signal.raise_signal, signal.SIGKILL) as killed:
+        assert invalid.ask("bit_length")["error"].startswith("ValueError: ")
+        assert killed.ask("bit_length")["error"].startswith("its process was killed, most likely because memory ran")
 
 
-def test_allocations_of_the_cpu_by_hand():
-    """The peak has two tensors of 40,000 bytes beside the one before; one is freed before a third comes."""
-    before = torch.ones(10_000)
-    with Allocations(before, before.view(100, 100), None, 1) as allocations:
-        one, two = torch.empty(10_000), torch.empty(10_000)
-        del one
-        three = torch.empty(5_000)
-    assert (allocations.start_bytes, allocations.peak_bytes, allocations.left_bytes) == (40_000, 120_000, 60_000)
-    del before, two, three
-
-
-def row(name, group, peak, ratio, **more):
-    times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "first_seconds": 2.0, "recomputed": 4}
-    return {"name": name, "group": group, "allocated_bytes": peak, "first_difference": None, **times, **more}
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def made_up(**changes):
     """Results that can be checked by hand. `changes` are those of the row `full`."""
+
+    def row(name, group, peak, ratio, **more):
+        times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "first_seconds": 2.0, "recomputed": 4}
+        return {"name": name, "group": group, "allocated_bytes": peak, "first_difference": None, **times, **more}
+
     rows = [
         row("none", "none", 100 * 2**20, 1.0, saved_bytes=80 * 2**20, recomputed=None),
         row("full (HF)", "transformers", 40, 1.4),

@@ -14,16 +14,16 @@ from hf_ckpt.cli.main import main
 from hf_ckpt.engines import full
 from hf_ckpt.models.tiny import tiny_model
 
-# Command-line words -> error message. All are refused before torch is imported.
-WRONG_WORDS = (
+# Command-line words -> error message. All are answered before torch is imported.
+WORDS = (
+    ("--help", ""),
+    ("check --help", ""),
     ("plan gpt2 --device abacus", "--device: 'abacus' is not a known device; known are h200, h100"),
     ("plan gpt2 --device 24GiB", "Or give its memory by --budget, such as 24GiB"),
     ("plan gpt2 --optimizer adamv", "invalid choice: 'adamv' (choose from"),
-    ("plan gpt2 --budget lots", "a size must look like"),
     ("plan gpt2 --budget 20", "a size needs a unit, but is '20' instead; did you mean '20GiB'?"),
     ("plan gpt2 --seq 8q", "must be a whole number of at least 1, such as 4096 or 4k"),
     ("plan gpt2 --devise 4090", "unrecognized arguments: --devise 4090"),
-    ("plan gpt2 --lora 4 --lora-dropout 7", "lora_dropout must be between 0 and 1"),
     ("plan --config a.yaml --config b.yaml", "--config is given twice"),
     ("plan gpt2 --head -1", "must be a whole number"),
     ("plan gpt2 --out x.txt", "'x.txt' must end in .json or .yaml or .yml"),
@@ -33,7 +33,6 @@ WRONG_WORDS = (
     ("hf_ckpt --spec no/such/file.yaml script.py", "cannot read 'no/such/file.yaml'"),
     ("hf_ckpt --spec {broken script.py", "not valid JSON"),
     ("hf_ckpt --spec 'policy=full policy=none' script.py", "`policy` is given twice"),
-    ("hf_ckpt --spec '[1, 2]' script.py", "cannot read '[1, 2]'"),
     ("hf_ckpt --spec '' script.py", "cannot read '.'"),
 )
 
@@ -52,27 +51,18 @@ print(json.dumps([codes, sorted({"torch", "transformers", "numpy"} & set(sys.mod
 """
 
 
-def test_wrong_words_are_refused_before_torch_is_imported(tmp_path):
+def test_help_and_wrong_words_are_answered_before_torch_is_imported(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit('the script ran')\n")
-    words = [shlex.split(text) for text, _ in WRONG_WORDS]
+    words = [shlex.split(text) for text, _ in WORDS]
     done = python("-c", ALL_IN_ONE, json.dumps(words), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    codes, imported = json.loads(done.stdout)
-    assert codes == [2] * len(words)
+    codes, imported = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [0 if "--help" in text else 2 for text, _ in WORDS]
     assert imported == []
-    for (text, said), error in zip(WRONG_WORDS, done.stderr.split("-----\n")[1:], strict=True):
+    for (text, said), error in zip(WORDS, done.stderr.split("-----\n")[1:], strict=True):
         assert said in error, text
         assert "Traceback" not in error, text
     assert os.listdir(tmp_path) == ["script.py"]
-
-
-@pytest.mark.parametrize("words", ["--help", "check --help"])
-def test_help_does_not_import_torch(words, tmp_path):
-    done = python("-X", "importtime", "-m", "hf_ckpt.cli.main", *words.split(), cwd=tmp_path)
-    assert "hf-ckpt" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hf_ckpt.errors" in imported
-    assert not imported & {"torch", "transformers", "rich", "matplotlib", "yaml"}
 
 
 @pytest.mark.compat
@@ -87,8 +77,7 @@ def test_help_does_not_import_torch(words, tmp_path):
 def test_check_of_every_family(words, models, capsys):
     assert main(["check", *words.split(), "--json", "--tokens", "8"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["model"] for row in rows] == [f"{model} (random)" for model in models.split()]
-    assert all(row["ok"] for row in rows)
+    assert [(row["model"], row["ok"]) for row in rows] == [(f"{model} (random)", True) for model in models.split()]
 
 
 def test_check_of_saved_models_and_what_it_cannot_check(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Costs of a step: by hand, in saved plans, of blocks in segments, and with tensors in host memory."""
+"""Costs of a step: by hand, of blocks in segments, and with tensors in host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from hf_ckpt.planner.choose import fastest
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
-from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
 KEPT = Cost(Part(12, 9, 20), Part(7, 1, 40))
@@ -84,31 +83,20 @@ def test_one_action_for_all_spares_what_has_no_choice():
     assert made_up(1, [0, 1, 1, 1], frozen=1, actions=3).uniform(FULL) == (KEEP, FULL, FULL, FULL)
 
 
-@pytest.mark.parametrize("nanoseconds", [20_000 - 231, 123_456_789_012_345])
-@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
-def test_a_saved_plan_keeps_its_prediction(tmp_path, name, nanoseconds):
-    """Even 20 us, which JSON writes as `2e-05` and YAML reads as text. A spec may name the file."""
-    costs = dataclasses.replace(BY_HAND, optimizer_nanoseconds=nanoseconds)
-    plan = plan_of(costs, (FULL, KEEP), budget_bytes=300, device="a100-80")
-    plan.save(tmp_path / name)
-    assert (tmp_path / name).read_text(encoding="utf-8").startswith("{") == name.endswith(".json")
-    spec = Spec.parse({"plan": str(tmp_path / name)})
-    assert Plan.load(tmp_path / name) == make_plan(spec, blocks_of("decoder", 2), "llama", "SomeModel") == plan
-    assert [action for _, action in plan.actions] == [FULL, KEEP]
-    assert plan.prediction.step_seconds == (231 + nanoseconds) / 1e9
-    assert sum(size for _, size in plan.prediction.parts) == plan.prediction.peak_bytes == 208
-
-
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
-def deep(count):
-    """Equal blocks that keep 24 bytes under `keep`, of which 4 are the output, and 4 under `full`."""
-    costs = {KEEP: Cost(Part(26, 24, 1), Part(6, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -4, 3))}
+def equal_blocks(count, costs, **changes):
+    """The step of equal blocks."""
     calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
+    return dataclasses.replace(BY_HAND, calls=calls, actions=tuple(costs), **changes)
+
+
+def deep(count):
+    """Blocks that keep 24 bytes under `keep`, of which 4 are the output, and 4 under `full`."""
+    costs = {KEEP: Cost(Part(26, 24, 1), Part(6, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -4, 3))}
     ends = (StackEnd(0, count - 1, {KEEP: 0, FULL: 0}, {KEEP: 1, FULL: 1}),)
-    outside = {"before": Part(4, 4, 0), "static": Static(0), "head": (Part(), Part())}
-    return dataclasses.replace(BY_HAND, calls=calls, ends=ends, **outside)
+    return equal_blocks(count, costs, ends=ends, before=Part(4, 4, 0), static=Static(0), head=(Part(), Part()))
 
 
 def test_a_segment_keeps_its_first_input_and_makes_the_others_again():
@@ -140,11 +128,8 @@ GIGA = 10**9  # bytes per second: one byte takes a nanosecond
 SAVED = dataclasses.replace(SELECTIVE, moved=True)
 
 
-def movable(count):
-    """Equal blocks that keep 14 bytes under `selective`, and their inputs of 4 bytes under `full`."""
-    costs = {SELECTIVE: Cost(Part(26, 14, 1), Part(16, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -24, 3))}
-    calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
-    return dataclasses.replace(BY_HAND, calls=calls, actions=(SELECTIVE, FULL))
+MOVABLE = {SELECTIVE: Cost(Part(26, 14, 1), Part(16, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -24, 3))}
+"""Blocks that keep 14 bytes under `selective`, and their inputs of 4 bytes under `full`."""
 
 
 def test_offloading_by_hand():
@@ -152,7 +137,7 @@ def test_offloading_by_hand():
 
     The first call's input is held elsewhere, too; its costs count its copy back as one that is waited for.
     """
-    inputs, saved = with_offloading(movable(3), GIGA, 1, 10**9)
+    inputs, saved = with_offloading(equal_blocks(3, MOVABLE), GIGA, 1, 10**9)
     assert (inputs.actions, saved.actions) == ((SELECTIVE, FULL, OFFLOAD), (SELECTIVE, FULL, SAVED))
     assert [call.costs.get(OFFLOAD) for call in inputs.calls] == [
         Cost(Part(29, 4, 4 + 2), Part(30 + 4, -24, 4 + 2 + 4)),
@@ -185,7 +170,7 @@ def test_a_plan_moves_only_what_it_has_to(costs):
 @pytest.mark.parametrize(("limit", "inputs", "saved"), [(7, 0, 0), (8, 1, 0), (28, 3, 1), (83, 4, 2), (999, 4, 4)])
 def test_as_many_calls_move_as_fit(limit, inputs, saved):
     """A buffer for an input is a power of two; one for several tensors takes twice their size. Each may use all."""
-    costs, alone = (dataclasses.replace(movable(count), input_bytes=7) for count in (5, 1))
+    costs, alone = (equal_blocks(count, MOVABLE, input_bytes=7) for count in (5, 1))
     moved, kept = with_offloading(costs, GIGA, 1, limit)
     assert [OFFLOAD in call.costs for call in moved.calls] == [place < inputs for place in range(5)]
     assert [SAVED in call.costs for call in kept.calls] == [place < saved for place in range(5)]

@@ -29,20 +29,14 @@ class Machine:
     blocks: int = 4
     start: int = 10
     hidden: int = 3
-    selective: int = 50
-    """Bytes that a block keeps under `selective` besides its input."""
-    more: int = 50
-    """Further bytes that it keeps under `keep`."""
-    work: int = 1
-    """Temporary bytes of a forward."""
-    again: int = 20
-    """Bytes that a block's backward needs besides what it keeps under `keep`."""
-    cast: int = 0
-    """A block's copies of weights: under `keep` they live until its backward, otherwise until the forward ends."""
+    selective: int = 50  # bytes that a block keeps under `selective` besides its input
+    more: int = 50  # further bytes that it keeps under `keep`
+    work: int = 1  # temporary bytes of a forward
+    again: int = 20  # bytes that a block's backward needs besides what it keeps under `keep`
+    cast: int = 0  # a block's copies of weights: they live until its backward under `keep`, else until the forward ends
     gradients: int = 2
     head: int = 30
-    frozen: int = 0
-    """The number of first blocks without a graph, at most all but three."""
+    frozen: int = 0  # the number of first blocks without a graph, at most all but three
 
     def levels(self, plan):
         """The memory levels at the boundaries of a step; `plan` has an action for each block."""
@@ -110,13 +104,13 @@ def test_steps_that_tell_nothing():
     """Steps without an end, with a repeated backward, with a forward between backwards, or with swapped backwards."""
     levels = Machine(3).levels([FULL] * 3)
     first = next(place for place, level in enumerate(levels) if level.what == "backward")
+    until, later = levels[: first + 1], levels[first + 1 :]
     between = [Level("forward", "b0"), Level("forwarded", "b0")]
+    swapped = [later[1], later[0], *later[2:]]
     assert step_of(levels) is not None
+    for rest in (later[:-1], [until[-1], *later], [*between, *later], swapped):
+        assert step_of([*until, *rest]) is None
     assert step_of([]) is None
-    assert step_of(levels[:-1]) is None
-    assert step_of([*levels[: first + 1], *levels[first:]]) is None
-    assert step_of([*levels[: first + 1], *between, *levels[first + 1 :]]) is None
-    assert step_of([*levels[: first + 1], levels[first + 2], levels[first + 1], *levels[first + 3 :]]) is None
 
 
 def test_blocks_that_are_skipped_at_random_count_once_they_were_seen():
@@ -181,7 +175,7 @@ def test_of_several_timed_steps_the_shortest_times_count():
         return step_nanoseconds(costs, costs.uniform(FULL))
 
     parts = len(levels) - 1
-    ahead_of_blocks, behind_them = 1, parts - 4
-    assert [learn(8, 100, stalled) for stalled in (None, ahead_of_blocks, behind_them)] == [100 * parts] * 3
+    before_blocks, behind_them = 1, parts - 4
+    assert [learn(8, 100, stalled) for stalled in (None, before_blocks, behind_them)] == [100 * parts] * 3
     assert learn(8, 90, behind_them) < 100 * parts
     assert learn(16, 200) == 200 * parts

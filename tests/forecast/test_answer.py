@@ -11,18 +11,22 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
-from helpers.planned import live_peak, model_of, without_state
+from helpers.planned import model_of, without_state
 from helpers.sparing import sparing
-from helpers.steps import assert_same, enable, step
 
 import hf_ckpt
-from hf_ckpt.cli.main import main
+from hf_ckpt.cli.arguments import asked_of
+from hf_ckpt.cli.main import _parser, main
+from hf_ckpt.console import make_console
 from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.forecast.answer import print_forecast
+from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config
 from hf_ckpt.forecast.presets import presets
+from hf_ckpt.forecast.question import question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import GIB, format_bytes, format_seconds
+from hf_ckpt.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
@@ -69,90 +73,71 @@ def plan(folder, monkeypatch, capsys):
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-ANSWERS = [
-    (
-        ". --device 4090",
-        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
+OPTIM = "optim: adamw_torch_fused"
+ANSWERS = {
+    ". --device 4090": (
         "every weight, weights bfloat16, no autocast, adamw, batch 1 x 512 tokens, sdpa; RTX 4090, budget 21.17 GiB",
-        "{per_device_train_batch_size: 1, optim: adamw_torch_fused, gradient_checkpointing: false}",
+        f"{{per_device_train_batch_size: 1, {OPTIM}, gradient_checkpointing: false}}",
         "bfloat16",
     ),
-    (
-        ". --ranks 8 --parallel fsdp2 --device h100",  # what is trained is in float32, as accelerate casts it
-        "Fits: {peak} of 79.1 GiB on an H100 SXM, {speed} tokens a second on each of 8 ranks.",
-        "every weight, weights float32, autocast bfloat16, adamw, batch 1 x 512 tokens, sdpa, 8 ranks (fsdp2); "
-        "H100 SXM, budget 71.20 GiB",
-        "{per_device_train_batch_size: 1, optim: adamw_torch_fused, bf16: true, gradient_checkpointing: false}",
+    ". --ranks 8 --parallel fsdp2 --device h100": (  # what is trained is in float32, as accelerate casts it
+        "weights float32, autocast bfloat16, adamw, batch 1 x 512 tokens, sdpa, 8 ranks (fsdp2); H100 SXM, budget 71",
+        f"{{per_device_train_batch_size: 1, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
         "float32",
     ),
-    (
-        f". --batch 2 {QLORA} --device 4090",
-        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
-        "LoRA r=8 on every linear layer, base in 4 bits, the rest in float32, weights bfloat16, autocast bfloat16, "
-        "adamw, batch 2 x 512 tokens, sdpa; RTX 4090, budget 21.17 GiB",
-        "{per_device_train_batch_size: 2, optim: adamw_torch_fused, bf16: true, gradient_checkpointing: false}",
+    f". --batch 2 {QLORA} --device 4090": (
+        "LoRA r=8 on every linear layer, base in 4 bits, the rest in float32, weights bfloat16, autocast bfloat16",
+        f"{{per_device_train_batch_size: 2, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
         "bfloat16 BitsAndBytesConfig bfloat16 prepare_model_for_kbit_training LoraConfig",
     ),
-    (
-        f". {QLORA} --trainer sft --packing --ranks 4 --accum 2 --device t4",
-        "Fits: {peak} of 14.6 GiB on a T4, {speed} tokens a second on each of 4 ranks.",
-        "LoRA r=8 on every linear layer, base in 4 bits, weights float16, autocast float16 (a T4 has no bfloat16), "
-        "adamw, batch 1 x 512 tokens x 2 micro-steps, sdpa, SFT of TRL, packed, 4 ranks (ddp); T4, budget 13.10 GiB",
+    f". {QLORA} --trainer sft --packing --ranks 4 --accum 2 --device t4": (
+        "base in 4 bits, weights float16, autocast float16 (a T4 has no bfloat16), adamw, batch 1 x 512 tokens x 2 "
+        "micro-steps, sdpa, SFT of TRL, packed, 4 ranks (ddp); T4, budget 13.10 GiB",
         "{per_device_train_batch_size: 1, gradient_accumulation_steps: 2, max_length: 512, packing: true, "
-        "optim: adamw_torch_fused, fp16: true, gradient_checkpointing: false}",
+        f"{OPTIM}, fp16: true, gradient_checkpointing: false}}",
         "float16 BitsAndBytesConfig float16 LoraConfig",
     ),
-    (
-        ". --batch 4 --seq 128 --packing --head auto --device cpu --budget 3MiB",
-        "Fits: {peak} of 0.003 GiB on this CPU, {speed} tokens a second.",
-        "every weight, weights bfloat16, no autocast, adamw, batch 4 x 128 tokens, sdpa, packed; this CPU, "
-        "budget 3.00 MiB",
-        "{per_device_train_batch_size: 4, optim: adamw_torch_fused, gradient_checkpointing: true, "
+    ". --batch 4 --seq 128 --packing --head auto --device cpu --budget 3MiB": (
+        "adamw, batch 4 x 128 tokens, sdpa, packed; this CPU, budget 3.00 MiB",
+        f"{{per_device_train_batch_size: 4, {OPTIM}, gradient_checkpointing: true, "
         "gradient_checkpointing_kwargs: {policy: budget, budget: 3MiB, head: auto}}",
         "bfloat16 DataCollatorWithFlattening install hf_ckpt",
     ),
-    (
-        "--config axolotl.yaml --device 4090 --budget 3MiB",
-        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
+    "--config axolotl.yaml --device 4090 --budget 3MiB": (
         "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adafactor, batch 4 x 128 tokens, sdpa, "
         "packed; RTX 4090, budget 3.00 MiB",
         "{policy: budget, budget: 3MiB}",
         "",
     ),
-    (
-        "--config factory.yaml --batch 3 --device 4090 --budget 2300KiB",
-        "Fits: {peak} of 23.5 GiB on an RTX 4090, {speed} tokens a second.",
-        "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adamw_torch_fused, batch 3 x 128 tokens, "
-        "sdpa; RTX 4090, budget 2.25 MiB",
+    "--config factory.yaml --batch 3 --device 4090 --budget 2300KiB": (
+        "weights bfloat16, autocast bfloat16, adamw_torch_fused, batch 3 x 128 tokens, sdpa; RTX 4090, budget 2.25 MiB",
         "{policy: budget, budget: 2MiB}",
         "",
     ),
-    (
-        "mini-llama --batch 64 --seq 4096 --device t4 --budget 90GiB",
-        "Does not fit: the plan needs {peak} GiB or more. The budget is 90.0 GiB, and a T4 has 14.6.",
-        "every weight, weights float32, autocast float16 (a T4 has no bfloat16), adamw, batch 64 x 4096 tokens, "
-        "sdpa; T4, budget 90.00 GiB",
-        "{per_device_train_batch_size: 64, optim: adamw_torch_fused, fp16: true, gradient_checkpointing: false}",
+    "mini-llama --batch 64 --seq 4096 --device t4 --budget 90GiB": (
+        "weights float32, autocast float16 (a T4 has no bfloat16), adamw, batch 64 x 4096 tokens, sdpa; T4, budget 90",
+        f"{{per_device_train_batch_size: 64, {OPTIM}, fp16: true, gradient_checkpointing: false}}",
         "float32",
     ),
-]
-"""Options; the first line; what is assumed; training arguments; types, functions and modules in the code to copy."""
+}
+"""Options -> what is assumed; training arguments; types, functions and modules in the code to copy."""
 
 
-@pytest.mark.parametrize(
-    ("options", "answer", "assumed", "arguments", "code"), ANSWERS, ids=[row[0] for row in ANSWERS]
-)
-def test_a_question_has_its_answer(options, answer, assumed, arguments, code, plan):
-    found = plan(options, 2 if "not fit" in answer else 0)
+@pytest.mark.parametrize("options", ANSWERS)
+def test_a_question_has_its_answer(options, plan):
+    assumed, arguments, code = ANSWERS[options]
+    fits = "90GiB" not in options
+    found = plan(options, 0 if fits else 2)
     peak = f"{found['peak_bytes'] / GIB:.{1 if found['peak_bytes'] >= GIB else 3}f}"
-    assert found["answer"] == answer.format(peak=peak, speed=f"{found['tokens_per_second']:,.0f}")
-    assert found["assumed"].removeprefix("mini-llama").removeprefix(".") == f" (LlamaForCausalLM): {assumed}"
+    assert found["answer"].startswith(f"Fits: {peak} of " if fits else f"Does not fit: the plan needs {peak} GiB or ")
+    assert ("The budget is 90.0 GiB, and a T4 has 14.6." in found["answer"]) == (not fits)
+    assert (f" {found['tokens_per_second']:,.0f} tokens a second" in found["answer"]) == fits
+    assert assumed in found["assumed"]
     written, *lines = found["write"].values()
     assert yaml.safe_load(written) == yaml.safe_load(arguments)
     assert re.findall(r"\w+(?=\()|(?<=-m )\w+|(?<=torch\.)\w+", "".join(lines)) == code.split()
     kwargs = yaml.safe_load(written).get("gradient_checkpointing_kwargs", {"policy": "none"})
-    of_others = "axolotl" in options or "factory" in options
-    assert of_others or Spec.parse(kwargs) == Spec.parse(found["rows"][0]["spec"])
+    assert "--config" in options or Spec.parse(kwargs) == Spec.parse(found["rows"][0]["spec"])
 
 
 def changed(options, others):
@@ -162,45 +147,29 @@ def changed(options, others):
 
 
 @pytest.mark.parametrize(
-    ("options", "part", "headings"),
+    ("options", "part"),
     [
-        (
-            ". --batch 4 --seq 128 --packing --lora 8 --optimizer adafactor --device 4090 --budget 3MiB",
-            "--host-budget",
-            ("Fits: ", "faster with --host-budget "),
-        ),
-        (
-            "mini-gpt2 --batch 16 --seq 128 --device a10 --budget 240MiB",
-            "--batch",
-            ("Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into 240.00 MiB "),
-        ),
-        (
-            "mini-gpt2 --batch 4 --seq 128 --device a10 --budget 60MiB",
-            " + ",
-            ("Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into 60.00 MiB "),
-        ),
+        (". --batch 4 --seq 128 --packing --lora 8 --optimizer adafactor --device 4090 --budget 3MiB", "--host-budget"),
+        (". --batch 4 --seq 128 --device a10 --budget 1150KiB", "--batch"),
+        pytest.param("mini-gpt2 --batch 4 --seq 128 --device a10 --budget 60MiB", " + ", marks=pytest.mark.long),
     ],
 )
-def test_options_in_the_table_give_the_plan_of_their_row(options, part, headings, plan, monkeypatch, capsys):
-    """The batch is the largest divisor that fits. If no change is enough, as few as needed come together."""
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["plan", *options.split()]) == (0 if headings[0] == "Fits: " else 2)
+def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, capsys):
+    """If no change is enough, as few as needed come together."""
+    forecast = Forecaster(question(asked_of(_parser().parse_args(["plan", *options.split()])))).answer()
+    print_forecast(forecast, make_console())
     printed = capsys.readouterr().out
-    places = [printed.index(heading) for heading in headings]
-    assert places == sorted(places)
-    row = next(line for line in printed.splitlines() if part in line and line.startswith("│"))
-    asked = changed(options, row.split("│")[2])
-    again = plan(asked)
-    own = again["rows"][0]
-    assert row.split("│")[3].strip() == format_bytes(own["peak_bytes"])
-    assert row.split("│")[4].strip() == format_seconds(own["step_seconds"])
-    assert headings[0] == "Fits: " or json.dumps(own["spec"]) in printed
-    if part == "--batch":
-        batch, accumulation = (int(re.search(rf"{name} (\d+)", asked)[1]) for name in ("--batch", "--accum"))
-        assert batch * accumulation == 16
-        sizes = {"accumulation": accumulation // 2, "tokens": 128, "device": "a10", "budget": "240MiB"}
+    headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
+    headings = ["Fits: ", "faster with --host-budget "] if forecast.fits else headings
+    assert [printed.index(heading) for heading in headings] == sorted(printed.index(heading) for heading in headings)
+    row = next(row for row in forecast.rows if part in row.options or part in row.name)
+    again = plan(changed(options, row.options))["rows"][0]
+    assert (again["peak_bytes"], again["step_seconds"]) == (row.peak_bytes, row.step_seconds)
+    assert forecast.fits or json.dumps(again["spec"]) in printed
+    if part == "--batch":  # the largest divisor that fits
+        assert row.options == "--batch 1 --accum 4"
         with pytest.raises(InfeasibleError):
-            hf_ckpt.predict("mini-gpt2", 2 * batch, **sizes)
+            hf_ckpt.predict(".", 2, accumulation=2, tokens=128, device="a10", budget="1150KiB")
 
 
 def test_a_saved_plan_is_installed_on_the_model(plan, tmp_path):
@@ -287,30 +256,10 @@ def test_a_live_model_and_its_config_are_one_training(family, lora):
     assert (live.step_seconds, live.floor_bytes) == (by_config.step_seconds, by_config.floor_bytes)
 
 
-@pytest.mark.long
-def test_the_plan_does_on_the_model_what_was_predicted():
-    """A plan on the model does not change the forecast, and the forecast's plan has its predicted peak."""
-    model, batch = without_state(model_of()), tiny_batch("llama", **BATCH)
-    plain, expected = hf_ckpt.predict(model, **BATCH, **TINY), step(model, batch)
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
-    step(model, batch)
-    before = hf_ckpt.describe(model)
-    found = hf_ckpt.predict(model, **BATCH, **TINY)
-    assert hf_ckpt.describe(model) == before
-    assert said(found) == said(plain)
-    assert hf_ckpt.install(model, found.plan).enabled
-    assert_same(expected, step(model, batch))
-    counts = hf_ckpt.describe(model).recomputed
-    assert {name for name, times in counts.items() if times} == found.plan.active().keys() != set()
-    peak = live_peak(model, batch)  # of the second step: the watch checks the third forward
-    assert peak == pytest.approx(found.peak_bytes, rel=0.03)
-
-
 def test_the_pass_of_a_reference_takes_time():
     """DPO of a pair runs one more forward than SFT of two sequences, through all blocks and not only the measured."""
-    config = tiny_model("llama", layers=40).config
-    config.architectures = ["LlamaForCausalLM"]
+    config = tiny_model("llama", layers=2).config
+    config.num_hidden_layers, config.architectures = 40, ["LlamaForCausalLM"]
     asked = {"tokens": 64, "lora": 4, "device": "cpu"}
     sft, dpo = hf_ckpt.predict(config, 2, trainer="sft", **asked), hf_ckpt.predict(config, 1, trainer="dpo", **asked)
     assert 1.1 < dpo.step_seconds / sft.step_seconds < 1.5

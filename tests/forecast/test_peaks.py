@@ -29,7 +29,7 @@ if __name__ == "__main__":  # one rank, see `counted_on_ranks`
 from helpers.processes import torchrun
 
 import hf_ckpt
-from hf_ckpt.costs.costs import timeline
+from hf_ckpt.costs.costs import Costs
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import question
 from hf_ckpt.measure.live import LiveBytes
@@ -142,19 +142,13 @@ QUICK = {"llama", "gpt2", "bert", "t5", "lora", "autocast", "head in chunks", "d
 
 
 @functools.cache
-def forecaster_of(name: str, folder: Path) -> Forecaster:
-    """Answers the question about a row, whose config file is written into `folder`. Keeps what it measured."""
+def costs_of(name: str, folder: Path) -> Costs:
+    """What a row's training costs under every plan, from a config file, which is written into `folder`."""
     path = folder / f"{name}.json"
     ROWS[name].made_config().to_json_file(path, use_diff=False)
-    return Forecaster(question({"model": str(path), "batch": 4, "tokens": 256, "device": "cpu", **ROWS[name].fields}))
-
-
-def predicted(name: str, folder: Path, plan: Plan) -> int:
-    """The peak of a training under a plan. Nothing else here uses what predicts."""
-    forecaster = forecaster_of(name, folder)
-    question, actions = forecaster.asked, {block.name: action for block, action in plan.actions}
-    costs = forecaster.costs_of(question)
-    return timeline(costs, tuple(actions[call.blocks[0].name] for call in costs.calls)).peak_bytes
+    asked = {"model": str(path), "batch": 4, "tokens": 256, "device": "cpu", **ROWS[name].fields}
+    forecaster = Forecaster(question(asked))
+    return forecaster.costs_of(forecaster.asked)
 
 
 # --- counted ----------------------------------------------------------------------------------------------------------
@@ -229,11 +223,11 @@ def loss_of(training: Training, model: Any, reference: Any, batch: dict[str, tor
 
 
 def scales_of(model: Any) -> list[torch.Tensor]:
-    """What bitsandbytes keeps beside quantised weights."""
-    states = [getattr(getattr(module, "weight", None), "quant_state", None) for module in model.modules()]
-    states += [state.state2 for state in states if state is not None]  # scales of scales
-    return [
-        tensor for state in states if state for tensor in (state.absmax, state.code, state.offset) if tensor is not None
+    """What bitsandbytes keeps beside quantised weights: scales, and scales of scales."""
+    weights = (getattr(module, "weight", None) for module in model.modules())
+    states = [weight.quant_state for weight in weights if hasattr(weight, "quant_state")]
+    return [tensor for state in states for half in (state, state.state2) for tensor in (half.absmax, half.code)] + [
+        state.offset for state in states
     ]
 
 
@@ -276,12 +270,11 @@ def with_plan(model: Any, training: Training, plan: str) -> Plan:
 @functools.cache
 def counted(name: str, folder: Path) -> dict[str, tuple[int, Plan]]:
     """Name of a plan -> the peak of a real step under it, and the plan."""
-    training = ROWS[name]
+    training, reference = ROWS[name], None
     model = real_model(training, folder)
     if training["ranks"] is not None:
         ranks = [peaks[name] for peaks in counted_on_ranks(folder)]
         return {plan: (max(peaks[plan] for peaks in ranks), with_plan(model, training, plan)) for plan in PLANS}
-    reference = None
     if training["trainer"] == "dpo" and training["lora"] is None:
         reference = real_model(training, folder).requires_grad_(False)
     peaks = {}
@@ -323,8 +316,9 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in ROWS])
 def test_predicted_peaks_are_those_of_real_steps(name, plan, folder):
-    peak, actions = counted(name, folder)[plan]
-    error = predicted(name, folder, actions) / peak - 1
+    peak, planned = counted(name, folder)[plan]
+    predicted = costs_of(name, folder).peak({block.name: action for block, action in planned.actions})
+    error = predicted / peak - 1
     print(f"{name} | {plan} | {peak} | {error:+.2%}")
     assert -TOO_LOW <= error <= TOO_HIGH, f"{error:+.2%}"
     assert plan.startswith("keep") or peak < counted(name, folder)["keep"][0]

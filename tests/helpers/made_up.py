@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hf_ckpt.costs.costs import CallCosts, Cost, Costs, StackEnd, Static, timeline
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.planner.choose import lowest_peak
-from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
 
 ATTENTION = Action("selective", ("attention",))
@@ -17,8 +17,6 @@ LADDERS = {2: (KEEP, FULL), 3: (KEEP, SELECTIVE, FULL), 4: (KEEP, SELECTIVE, ATT
 """Number of actions -> the actions, from most bytes to least."""
 DEPTHS = {2: 6, 3: 5, 4: 4}
 """Number of actions -> number of blocks in all, so that every choice can be tried."""
-MANY = (*LADDERS[4], FULL_SELECTIVE, *(Action("compiled", share=share) for share in (1.0, 0.8, 0.5)))
-"""Eight actions."""
 
 
 def blocks_of(name, count):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from helpers.processes import ROOT, SCRIPTS, run
 from helpers.sparing import sparing
 from helpers.trainers import Rows
@@ -29,10 +27,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 }
-README, POLICIES_PAGE, COMPARISON, VERSIONS_PAGE = (
-    PAGES[name] for name in ("README.md", "docs/policies.md", "docs/comparison.md", "docs/versions.md")
-)
-BOOK = PAGES["docs/cookbook.md"]
+README, POLICIES_PAGE, VERSIONS_PAGE = (PAGES[name] for name in ("README.md", "docs/policies.md", "docs/versions.md"))
 
 
 def blocks(text: str, language: str) -> list[tuple[str, str]]:
@@ -58,12 +53,6 @@ def section(text: str, heading: str) -> str:
     found = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert found, heading
     return found
-
-
-def between(text: str, mark: str) -> str:
-    found = text.partition(f"<!-- {mark} -->\n")[2].partition(f"\n<!-- end of {mark} -->")[0]
-    assert found, mark
-    return found.strip()
 
 
 # --- shown code runs --------------------------------------------------------------------------------------------------
@@ -99,23 +88,19 @@ SHORTLY = ("--use_cpu", "--max_steps", "1", "--report_to", "none")
 
 def small(command: str, folder: Path) -> list[str | Path]:
     """The command with this Python and repository, a tiny model and a short script."""
-    words = shlex.split(command)
-    ours = [str(ROOT / word) if word.startswith(("configs/", "recipes/")) else word for word in words]
-    if words[0] == "hf-ckpt":
-        return [sys.executable, "-m", "hf_ckpt.cli.main", *ours[1:]]
-    script = [str(SCRIPTS / "trainer_script.py") if word == "your_script.py" else word for word in ours]
-    if words[:2] == ["python", "-m"]:
-        return [sys.executable, *script[1:], "--output_dir", folder, *SHORTLY]
-    if words[0] == "python":
-        return [sys.executable, *ours[1:], "--output_dir", folder]
-    assert words[:3] == ["accelerate", "launch", "--config_file"]
-    assert Path(ours[3]).is_file()
-    return [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", ROOT / "configs" / "accelerate" / "single.yaml", "--cpu", "--mixed_precision", "no"),
-        *script[4:],
-        *("--output_dir", folder, *SHORTLY),
-    ]
+    paths = {"your_script.py": SCRIPTS / "trainer_script.py"}
+    first, *words = (
+        str(paths.get(word, ROOT / word if word.startswith(("configs/", "recipes/")) else word))
+        for word in shlex.split(command)
+    )
+    if first == "hf-ckpt":
+        return [sys.executable, "-m", "hf_ckpt.cli.main", *words]
+    if first == "accelerate":
+        launch, option, config, *words = words
+        assert (launch, option, Path(config).is_file()) == ("launch", "--config_file", True)
+        one = ("--config_file", ROOT / "configs" / "accelerate" / "single.yaml", "--cpu", "--mixed_precision", "no")
+        words = ["-m", "accelerate.commands.launch", *one, *words]
+    return [sys.executable, *words, "--output_dir", folder, *(SHORTLY if "your_script.py" in command else ())]
 
 
 @pytest.mark.slow
@@ -171,25 +156,12 @@ def test_links_lead_somewhere(page):
         assert (ROOT / included).is_file()
 
 
-def test_every_page_of_docs_is_in_the_navigation_and_linked():
-    pages = {page for page in PAGES if page.startswith("docs/")}
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert sorted(f"docs/{page}" for page in re.findall(r"[\w/]+\.md", json.dumps(nav))) == sorted(pages)
-    targets = [(page, link.partition("#")[0]) for page in PAGES for link in links(page)]
-    leads = {os.path.relpath((ROOT / page).parent / path, ROOT) for page, path in targets if path}
-    assert pages <= leads
-
-
-def test_the_readme_and_the_front_page_show_the_cookbook():
-    """The README's answers are lines of the cookbook, which another test compares with the commands."""
+def test_answers_in_the_readme_are_lines_of_the_cookbook():
+    """Another test compares the cookbook with the commands."""
     assert len(without_code(README).split()) <= 900, "the README is for the first minute"
-    asked, front = section(README, "Does it fit, and what do I write?"), PAGES["docs/index.md"]
-    assert "(docs/cookbook.md)" in asked
-    assert front.index("(cookbook.md)") < front.index("![")
-    cookbook = {
-        found[0]: found[1] for found in re.findall(r"```bash\n(.+?)\n```\n\n```text\n(.+?)```", BOOK, re.DOTALL)
-    }
-    shown = re.findall(r"```bash\n(.+?)\n```\n\n```text\n(.+?)```", asked, re.DOTALL)
+    answers = re.compile(r"```bash\n(.+?)\n```\n\n```text\n(.+?)```", re.DOTALL)
+    cookbook = dict(answers.findall(PAGES["docs/cookbook.md"]))
+    shown = answers.findall(section(README, "Does it fit, and what do I write?"))
     assert len(shown) == 3
     for command, answer in shown:
         assert answer.splitlines() == [line for line in cookbook[command].splitlines() if line in answer.splitlines()]
@@ -198,75 +170,64 @@ def test_the_readme_and_the_front_page_show_the_cookbook():
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_key_and_policy_is_named():
-    table = section(POLICIES_PAGE, "What you can ask for")
-    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert sorted(rows) == sorted(READERS)
-    available = table.partition("| `policy` | ")[2].partition("|")[0]
-    assert [name for name in POLICIES if f"`{name}`" in available] == list(POLICIES)
-
-
-def test_every_family_row_is_listed():
-    table = section(POLICIES_PAGE, "Models")
-    listed = re.findall(r"^\| (\w+) \| (.+) \| (`.+`) \|$", table, re.MULTILINE)
-    known = {row.name: row for row in families()}  # other tests may register more
-    assert [name for name, _, _ in listed] == ["llama", "gpt2", "gpt_neox", "bert", "t5"]
-    for name, model_types, stacks in listed:
-        assert model_types == ", ".join(known[name].model_types)
-        assert stacks == ", ".join(f"`{stack}`" for stack, _ in known[name].stacks)
-
-
-def test_every_device_is_listed():
+def devices_page() -> str:
     """The site puts the file of devices where the page has a comment."""
     found = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
     hooks = importlib.util.module_from_spec(found)
     found.loader.exec_module(hooks)
-    page = hooks.on_page_markdown(PAGES["docs/devices.md"], SimpleNamespace(repo_url=""))
-    table = page.partition("\n| --device |")[2].partition("\n\n")[0]
-    assert [row.split(" | ")[0] for row in table.splitlines()[2:]] == [f"| {name}" for name in DEVICES]
+    return hooks.on_page_markdown(PAGES["docs/devices.md"], SimpleNamespace(repo_url=""))
 
 
-VERSIONS = re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \| (.+) \|$", VERSIONS_PAGE, re.MULTILINE)
-CONSTRAINTS = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").split()
+KEYS = section(POLICIES_PAGE, "What you can ask for")
+FAMILIES = [
+    (row.name, ", ".join(row.model_types), ", ".join(f"`{stack}`" for stack, _ in row.stacks)) for row in families()
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "names"),
+    [
+        (PAGES["docs/api.md"], r"^::: hf_ckpt\.(\w+)$", sorted(hf_ckpt.__all__)),
+        (KEYS, r"^\| `(\w+)` \|", sorted(READERS)),
+        (KEYS.partition("| `policy` | ")[2].partition("|")[0], r"`([\w+]+)`", sorted(POLICIES)),
+        (section(POLICIES_PAGE, "Models"), r"^\| (\w+) \| (.+) \| (`.+`) \|$", sorted(FAMILIES)),
+        (devices_page(), r"^\| ([\w-]+) \| .+ \| (?:yes|no) \|$", sorted(DEVICES)),
+    ],
+    ids=["public names", "keys", "policies", "families", "devices"],
+)
+def test_a_page_lists_every(text, row, names):
+    assert sorted(re.findall(row, text, re.MULTILINE)) == names
+
+
 TOOLS = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "import-linter", "torch_remat")
 """Packages that no user of hf_ckpt needs."""
 
 
 def test_versions_are_those_of_ci_and_of_pyproject():
     """The table lists exactly the packages that CI installs, and the two oldest versions in CI's script."""
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    oldest = dict(re.findall(r"'(transformers|torch)==([0-9.]+)'", script))
-    shown = [f"{package}=={version}" for package, version, _ in VERSIONS]
-    installed = [pin for pin in CONSTRAINTS if pin.partition("==")[0] not in TOOLS]
-    assert sorted(shown) == sorted([*installed, *(f"{package}=={version}" for package, version in oldest.items())])
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'requires-python = ">=3.10"' in project
-    torch_version, transformers_version = oldest["torch"].removesuffix(".0"), oldest["transformers"]
-    assert f'"torch>={torch_version}"' in project
-    assert f'"transformers>={transformers_version},<6"' in project
-    asked = f"torch {torch_version} or later, transformers {transformers_version} to 5.x, and accelerate 1.0 or later"
-    for page in (README, VERSIONS_PAGE):
-        assert asked in " ".join(page.split())
-
-
-def test_the_api_page_has_every_public_name():
-    assert sorted(re.findall(r"^::: hf_ckpt\.(\w+)$", PAGES["docs/api.md"], re.MULTILINE)) == sorted(hf_ckpt.__all__)
+    project, script, pins = (
+        (ROOT / path).read_text(encoding="utf-8") for path in ("pyproject.toml", ".ci/run", ".ci/constraints.txt")
+    )
+    oldest = re.findall(r"'((?:transformers|torch)==[0-9.]+)'", script)
+    shown = re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \| .+ \|$", VERSIONS_PAGE, re.MULTILINE)
+    installed = [pin for pin in pins.split() if pin.partition("==")[0] not in TOOLS]
+    assert sorted("==".join(row) for row in shown) == sorted([*installed, *oldest])
+    versions = {package: version.removesuffix(".0") for package, version in (pin.split("==") for pin in oldest)}
+    assert f'"torch>={versions["torch"]}"' in project
+    assert f'"transformers>={versions["transformers"]},<6"' in project
+    asked = "torch {torch} or later, transformers {transformers} to 5.x, and accelerate 1.0 or later".format(**versions)
+    assert [asked in " ".join(page.split()) for page in (README, VERSIONS_PAGE)] == [True, True]
 
 
 # --- the diffs of CONTRIBUTING ----------------------------------------------------------------------------------------
 
 
-def hunks(name: str) -> list[tuple[str, list[str]]]:
-    """(file, lines with their signs) of an example diff."""
-    code = re.search(r"^```diff\n(.*?)^```", between(PAGES["CONTRIBUTING.md"], f"diff: {name}"), re.DOTALL | re.M)[1]
-    _, *parts = re.split(r"^--- (.+)\n", code, flags=re.MULTILINE)
-    return [(file, text.splitlines()) for file, text in zip(parts[::2], parts[1::2], strict=True)]
-
-
 @pytest.mark.parametrize("name", ["operation", "device", "family", "action"])
 def test_examples_of_contributing_are_real(name):
     """The lines of each example diff exist in the files, in this order."""
-    for file, hunk in hunks(name):
+    (code,) = re.findall(rf"<!-- diff: {name} -->\n```diff\n(.*?)^```", PAGES["CONTRIBUTING.md"], re.DOTALL | re.M)
+    for hunk in code.split("--- ")[1:]:
+        file, *added = hunk.splitlines()
         lines = iter((ROOT / file).read_text(encoding="utf-8").splitlines())
-        for line in hunk:
+        for line in added:
             assert line[1:] in lines, f"{file} has no line {line[1:]!r} here"

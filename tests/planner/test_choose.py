@@ -65,19 +65,6 @@ def test_what_the_end_of_a_stack_frees_breaks_no_limit(costs):
     assert times == sorted(times, reverse=True)
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 2**20), lent=st.sampled_from([0, 10**8]), accumulation=st.integers(1, 2))
-def test_twelve_blocks_are_within_a_percent_of_the_best(seed, lent, accumulation):
-    """Twelve blocks of two kinds with bytes that have no common divisor."""
-    costs = made_up(seed, [0, 1] * 6, actions=2, accumulation=accumulation, largest=10**9, lent=lent)
-    tried = everything(costs)
-    low, high = ends_of(costs)
-    for limit in range(low, high + 1, max(1, (high - low) // 20)):
-        time, _, peak = tried[fastest(costs, limit)]
-        assert time <= 1.01 * min(time for time, _, peak in tried.values() if peak <= limit)
-        assert peak <= limit
-
-
 @pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"lent": 10**8}], ids=str)
 def test_a_deep_model_is_planned_as_with_a_wide_table(changes, monkeypatch):
     """80 blocks with 4 actions: within 0.1 % of a table in which eight times as many ways are followed."""

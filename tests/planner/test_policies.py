@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +31,26 @@ def plan_for(spec, **stacks):
 # --- choosing blocks ------------------------------------------------------------------------------------------------
 
 
+KEPT = {"stack": "decoder", "layers": "1-3", "policy": "none"}
+SOME = [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": "full", "share": 0.2}]
+
+
+@pytest.mark.parametrize(
+    ("spec", "encoder", "decoder"),
+    [
+        ("full", "full 0-2", "full 0-3"),
+        ({"every_n_layers": 3}, "full 0; keep 1-2", "full 0, 3; keep 1-2"),
+        ({"layers": {"decoder": "-2--1"}}, "keep 0-2", "keep 0-1; full 2-3"),
+        ({"policy": "full", "rules": [KEPT]}, "full 0-2", "full 0; keep 1-3"),
+        ({"policy": "full", "rules": [{"stack": "encoder", "policy": "none"}]}, "keep 0-2", "full 0-3"),
+        ({"segments": 2}, "full (segment 0) 0-1; full (segment 1) 2", "full (segment 0) 0-1; full (segment 1) 2-3"),
+    ],
+)
+def test_blocks_chosen(spec, encoder, decoder):
+    plan = plan_for(spec, encoder=3, decoder=4)
+    assert str(plan).splitlines()[1:] == [f"  encoder (3 x T5Block): {encoder}", f"  decoder (4 x T5Block): {decoder}"]
+
+
 @pytest.mark.parametrize(
     ("spec", "shares"),
     [
@@ -40,7 +58,7 @@ def plan_for(spec, **stacks):
         ({"policy": "none"}, [1, 1, 1]),
         ({"share": 0.3, "layers": "1"}, [1, 0.3, 1]),
         ({"policy": "selective", "every_n_layers": 2}, [0.5, 1, 0.5]),
-        ({"rules": [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": "full", "share": 0.2}]}, [0, 1, 0.2]),
+        ({"rules": SOME}, [0, 1, 0.2]),
         ({"policy": "full", "share": 0.3, "rules": [{"layers": "0", "policy": "none"}]}, [1, 0.3, 0.3]),
     ],
 )
@@ -49,25 +67,6 @@ def test_shares_of_compiled_blocks(spec, shares):
     plan = plan_for({"compile": "blocks", **spec}, encoder=3)
     assert [(action.kind, action.share) for _, action in plan.actions] == [("compiled", share) for share in shares]
     assert Plan.from_dict(plan.to_dict()) == plan
-
-
-@pytest.mark.parametrize(
-    ("spec", "encoder", "decoder"),
-    [
-        ("none", [], []),
-        ("full", [0, 1, 2], [0, 1, 2, 3]),
-        ({"every_n_layers": 3}, [0], [0, 3]),
-        ({"every_n_layers": 99}, [0], [0]),
-        ({"layers": "0-1,1-2,0"}, [0, 1, 2], [0, 1, 2]),
-        ({"layers": {"decoder": "-2--1"}}, [], [2, 3]),
-        ({"layers": {"encoder": "0", "decoder": "0-3"}}, [0], [0, 1, 2, 3]),
-        ({"policy": "full", "rules": [{"stack": "decoder", "layers": "1-3", "policy": "none"}]}, [0, 1, 2], [0]),
-        ({"policy": "none", "rules": [{"stack": "encoder", "layers": "0", "policy": "none"}]}, [], []),
-        ({"policy": "full", "rules": [{"stack": "encoder", "policy": "none"}]}, [], [0, 1, 2, 3]),
-    ],
-)
-def test_blocks_chosen(spec, encoder, decoder):
-    assert chosen(plan_for(spec, encoder=3, decoder=4)) == {"encoder": encoder, "decoder": decoder}
 
 
 def slow_twin(parts, count):
@@ -131,10 +130,9 @@ def test_every_misfit_is_named_at_once():
     ],
 )
 def test_a_plan_for_another_model_is_refused(others, expected):
-    with pytest.raises(PlanMismatchError, match="is for another model") as caught:
+    with pytest.raises(PlanMismatchError, match=r"^plan\.json is for another model") as caught:
         fit_plan(plan_for("full", encoder=3), others, "bert", "BertModel", "plan.json")
     assert expected in str(caught.value)
-    assert str(caught.value).startswith("plan.json ")
 
 
 def test_a_plan_fits_blocks_in_any_order():
@@ -143,29 +141,6 @@ def test_a_plan_fits_blocks_in_any_order():
     fitted = fit_plan(plan, list(reversed(blocks(encoder=2, decoder=1))), "t5", "T5ForConditionalGeneration")
     assert list(fitted.active()) == ["encoder.block.1"]
     assert [block.name for block, _ in fitted.actions] == ["decoder.block.0", "encoder.block.1", "encoder.block.0"]
-
-
-GOOD = plan_for("full", decoder=2).to_dict()
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (None, "cannot read a plan from"),
-        ("", "is no plan of hf_ckpt"),
-        (json.dumps({**GOOD, "hf_ckpt_plan": 99}), "is no plan of hf_ckpt (format 1)"),
-        (json.dumps({key: value for key, value in GOOD.items() if key != "family"}), "is damaged: KeyError('family')"),
-        ("a: 2001-99-99", "cannot read a plan from"),  # YAML reads a date and then fails
-    ],
-)
-def test_a_file_that_is_no_plan(tmp_path, content, expected):
-    path = tmp_path / "plan.yaml"  # it may contain JSON
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    with pytest.raises(PlanMismatchError) as caught:
-        plan_for({"plan": str(path)}, decoder=2)
-    assert expected in str(caught.value)
-    assert str(path) in str(caught.value)
 
 
 # --- plans in print --------------------------------------------------------------------------------------------------
@@ -181,25 +156,15 @@ def test_a_printed_description_says_what_has_happened():
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
 
 
-@pytest.mark.parametrize(
-    ("spec", "said", "printed"),
-    [
-        ({"policy": "none"}, "everything is kept, in 8 blocks", "keep 0-7"),
-        ({"policy": "full", "head": 512}, "full on all 8 blocks; head in chunks", "full 0-7"),
-        ({"every_n_layers": 4}, "full on blocks 0, 4 of 8", "full 0, 4; keep 1-3, 5-7"),
-        ({"layers": "1"}, "full on block 1 of 8", "keep 0, 2-7; full 1"),
-        ({"segments": 2}, "full in 2 segments on all 8 blocks", "full (segment 0) 0-3; full (segment 1) 4-7"),
-        (
-            {"rules": [{"layers": "0-1,5", "policy": "selective"}, {"layers": "3", "policy": "full"}]},
-            "selective (save linear, attention) on blocks 0-1, 5 and full on block 3 of 8",
-            "selective (save linear, attention) 0-1, 5; keep 2, 4, 6-7; full 3",
-        ),
-    ],
-)
-def test_a_plan_in_print(spec, said, printed):
-    plan = plan_for(spec, decoder=8)
-    assert plan.summary() == said
-    assert str(plan).splitlines()[1] == f"  decoder (8 x T5Block): {printed}"
-    one_stack = said.removesuffix("; head in chunks")
-    both = plan_for(spec, encoder=8, decoder=8).summary()
-    assert both.startswith(f"encoder: {one_stack}; decoder: {one_stack}")
+def test_a_plan_in_one_line():
+    rules = [{"layers": "0-1,5", "policy": "selective"}, {"layers": "3", "policy": "full"}]
+    for spec, said in (
+        ({"policy": "none"}, "everything is kept, in 8 blocks"),
+        ({"every_n_layers": 4}, "full on blocks 0, 4 of 8"),
+        ({"layers": "1"}, "full on block 1 of 8"),
+        ({"segments": 2}, "full in 2 segments on all 8 blocks"),
+        ({"rules": rules}, "selective (save linear, attention) on blocks 0-1, 5 and full on block 3 of 8"),
+    ):
+        assert plan_for(spec, decoder=8).summary() == said
+        assert plan_for(spec, encoder=8, decoder=8).summary() == f"encoder: {said}; decoder: {said}"
+    assert plan_for({"head": 512}, decoder=8).summary() == "full on all 8 blocks; head in chunks"

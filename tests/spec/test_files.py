@@ -1,15 +1,19 @@
-"""Reading and writing files: JSON and YAML, damaged plans, and full disks."""
+"""Files of specs and plans: JSON and YAML, damaged files, and full disks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 import os
 import resource
 
 import pytest
+import yaml
 
 from hf_ckpt.errors import FileError, PlanMismatchError, SpecError, shown
+from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec import files
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction
@@ -31,52 +35,104 @@ def test_errors_stay_short_however_much_is_given():
     assert str(told).endswith("  - problem 19\n  ... and 980 more")
 
 
-@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
-def test_a_plan_is_read_as_it_was_written(name, tmp_path):
-    plan_of(500).save(tmp_path / name)
-    os.link(tmp_path / name, tmp_path / "plan")  # without a suffix, it may be either
-    for path in (tmp_path / name, tmp_path / "plan"):
-        assert Plan.load(path) == plan_of(500)
-        assert Plan.load(path).prediction == plan_of(500).prediction
+# --- what is read -----------------------------------------------------------------------------------------------------
 
-
-def test_what_is_no_json_may_be_yaml(tmp_path):
-    path = tmp_path / "spec"
-    path.write_text("{policy: full, layers: 2-}")
-    assert Spec.parse(path) == Spec(layers="2-")
-    path.write_bytes(b"\xef\xbb\xbf" + b'{"policy": "none"}')  # as Windows editors write
-    assert Spec.parse(path).policy == "none"
-    path.write_text("policy: &p full\nrules: [{policy: *p, layers: 0}]")
-    assert Spec.parse(path).rules[0].policy == "full"
-    os.rename(path, tmp_path / "spec.json")
-    for read, error in ((Spec.parse, SpecError), (Plan.load, PlanMismatchError)):
-        with pytest.raises(error, match="not valid JSON"):
-            read(tmp_path / "spec.json")
-        with pytest.raises(error, match="Is a directory"):
-            read(tmp_path)
+SPEC = {"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preserve_rng_state": True}
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("name", "content", "wanted"),
     [
-        (("hf_ckpt_plan",), True),
-        (("hf_ckpt_plan",), 1.0),
-        (("prediction", "parts"), ["blocks"]),
-        (("prediction", "step_seconds"), "long"),
-        (("prediction", "later"), 1),
-        (("stacks", "decoder", 1, "block"), "model.layers.0"),
-        (("stacks", "decoder", 1, "block"), 7),
+        ("spec.json", json.dumps(SPEC), SPEC),
+        *((name, yaml.safe_dump(SPEC, sort_keys=False), SPEC) for name in ("spec.yaml", "spec.yml", "spec.txt")),
+        ("spec", "{policy: full, layers: 2-}", {"layers": "2-"}),
+        ("spec", '\ufeff{"policy": "none"}', {"policy": "none"}),  # as Windows editors write
+        (
+            "spec",
+            "policy: &p full\nrules: [{policy: *p, layers: 0}]",
+            {"policy": "full", "rules": [{"policy": "full", "layers": "0"}]},
+        ),
     ],
 )
-def test_a_damaged_plan_is_refused(path, value):
-    saved = plan_of(2).to_dict()
-    assert Plan.from_dict(saved) == plan_of(2)
-    place = saved
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
-    with pytest.raises(PlanMismatchError):
-        Plan.from_dict(saved)
+def test_a_spec_is_read_from_json_and_yaml(name, content, wanted, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert Spec.parse(tmp_path / name) == Spec.parse(str(tmp_path / name)) == Spec.parse(wanted)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
+def test_a_plan_is_read_as_it_was_written(name, tmp_path):
+    """Even 20 us, which JSON writes as `2e-05` and YAML reads as text. A spec may name the file."""
+    plan = plan_of(500)
+    plan.save(tmp_path / name)
+    assert (tmp_path / name).read_text(encoding="utf-8").startswith("{") == name.endswith(".json")
+    os.link(tmp_path / name, tmp_path / "plan")  # without a suffix, it may be either
+    for path in (tmp_path / name, tmp_path / "plan"):
+        spec, blocks = Spec.parse({"plan": str(path)}), [block for block, _ in plan.actions]
+        assert Plan.load(path) == make_plan(spec, blocks, "llama", "LlamaModel") == plan
+        assert Plan.load(path).prediction == plan.prediction
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("absent.yaml", None, "a text must be JSON, key=value words, a file, or one of none, full, selective, full+"),
+        ("", None, "Is a directory"),
+        ("a.yaml", b"\xff\xfe\xff", "not valid YAML"),
+        ("a.yaml", b"when: 2001-99-99", "not valid YAML"),  # YAML reads a date and then fails
+        ("a.yaml", b"a: !!bool maybe", "not valid YAML"),
+        ("a.yaml", b"a: !!int ''", "not valid YAML"),
+        ("a.yaml", b'{"policy": "full",}}', "not valid YAML"),
+        ("a.json", b"policy: full", "not valid JSON"),
+        ("a.yaml", b"", "a spec must be a mapping of keys, but is NoneType instead"),
+        ("a.yaml", b"policy: full\nlayer: 0", "did you mean `layers`?"),
+    ],
+)
+def test_a_file_that_is_neither_spec_nor_plan(name, content, said, tmp_path):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        Spec.parse(path)
+    assert len(caught.value.problems) == 1
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    with pytest.raises(PlanMismatchError, match=r"cannot read a plan from|is no plan of hf_ckpt") as raised:
+        Plan.load(path)
+    assert str(path) in str(raised.value)
+
+
+ROW = ("stacks", "decoder", 1)
+COMPILED = {"block": "model.layers.1", "kind": "Layer", "action": "compiled"}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        *((("hf_ckpt_plan",), version, "is no plan of hf_ckpt (format 1)") for version in (True, 1.0, 99)),
+        (("prediction",), {}, "is damaged: KeyError('step_seconds')"),
+        (("prediction", "parts"), ["blocks"], "is damaged"),
+        (("prediction", "step_seconds"), "long", "is damaged"),
+        (("prediction", "later"), 1, "is damaged"),
+        ((*ROW, "block"), "model.layers.0", "is named twice"),
+        ((*ROW, "block"), 7, "must be texts"),
+        *(((*ROW, "action"), name, "must be one of") for name in ("none", "budget", "Full", "", None, ["full"])),
+        *((ROW, {**COMPILED, "share": share}, "from 0 to 1") for share in (None, -0.1, 1.5, "half", True)),
+    ],
+)
+def test_a_damaged_plan_is_refused(place, value, said, tmp_path):
+    saved, (*outer, last) = plan_of(2).to_dict(), place
+    functools.reduce(operator.getitem, outer, saved)[last] = value
+    (tmp_path / "plan.yaml").write_text(json.dumps(saved))
+    with pytest.raises(PlanMismatchError) as caught:
+        Plan.load(tmp_path / "plan.yaml")
+    assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import yaml
 
 from hf_ckpt.errors import SpecError
 from hf_ckpt.spec.reading import Rule, parse_layers
 from hf_ckpt.spec.spec import Spec
-
-
-@pytest.mark.parametrize("suffix", ["yaml", "yml", "json", "txt"])
-def test_a_file_is_read_as_what_it_holds(tmp_path, suffix):
-    wanted = Spec.parse({"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preserve_rng_state": True})
-    path = tmp_path / f"spec.{suffix}"
-    write = json.dumps if suffix == "json" else yaml.safe_dump
-    path.write_text(write(wanted.to_dict()), encoding="utf-8")
-    assert dict(Spec.parse(str(path)).layers) == dict(wanted.layers)
-    assert Spec.parse(path).preserve_rng_state is True
-
 
 # --- what it means --------------------------------------------------------------------------------------------------
 
@@ -29,11 +15,8 @@ def test_a_file_is_read_as_what_it_holds(tmp_path, suffix):
     ("text", "wanted"),
     [
         ("full", {"policy": "full"}),
-        ("none", {"policy": "none"}),
-        ("policy=full", {"policy": "full"}),
         ("policy=full layers=0-3,-1", {"policy": "full", "layers": "0-3,-1"}),
         ("every_n_layers=2 preserve_rng_state=true", {"every_n_layers": 2, "preserve_rng_state": True}),
-        ("layers=2", {"layers": "2"}),
         ("budget=20GiB", {"policy": "budget", "budget": "20GiB"}),
         ('{"policy": "full", "every_n_layers": 3}', {"policy": "full", "every_n_layers": 3}),
         ("  full\n", {"policy": "full"}),
@@ -62,27 +45,12 @@ def test_what_follows_from_what_is_given():
     assert Spec.parse(spec) is spec
 
 
-@pytest.mark.parametrize(
-    ("text", "ranges"),
-    [
-        ("0", ((0, 0),)),
-        ("-1", ((-1, -1),)),
-        ("0-15,-1", ((0, 15), (-1, -1))),
-        ("-4--1", ((-4, -1),)),
-        ("2--1", ((2, -1),)),
-        ("2-", ((2, -1),)),
-        ("0,-3-", ((0, 0), (-3, -1))),
-        (" 1 , 2 - 3 ", ((1, 1), (2, 3))),
-    ],
-)
-def test_parse_layers(text, ranges):
-    assert parse_layers(text) == ranges
-
-
-@pytest.mark.parametrize("text", ["", ",", "1,", "a", "-", "1--", "--1", "1-2-3", "1.5", "0x1", "1;2"])
-def test_parse_layers_refuses(text):
-    with pytest.raises(ValueError, match=r"must be a list like '0-15,-1'"):
-        parse_layers(text)
+def test_texts_that_name_no_layers():
+    """What the others name is compared with a slow twin, where plans are made."""
+    assert parse_layers(" 1 , 2 - 3,-4--1,-3- ") == ((1, 1), (2, 3), (-4, -1), (-3, -1))
+    for text in ("", ",", "1,", "a", "-", "1--", "--1", "1-2-3", "1.5", "0x1", "1;2"):
+        with pytest.raises(ValueError, match=r"must be a list like '0-15,-1'"):
+            parse_layers(text)
 
 
 def test_an_enable_call_selects_anew_or_only_changes_options():
@@ -116,38 +84,26 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"zzz": 1}, "`zzz` is not a key of the spec; known: policy, "),
         ({"policy": "ful"}, "did you mean 'full'?"),
         ({"policy": None}, '`policy` must be one of "none", "full", "selective", "full+selective", "offload", '),
-        ({"policy": True}, "but is True instead"),
-        ({"use_reentrant": "no"}, "`use_reentrant` must be one of true, false, but is 'no' instead"),
         ({"use_reentrant": 0}, "`use_reentrant` must be one of true, false, but is 0 instead"),
         ({"every_n_layers": 0}, "`every_n_layers` must be a whole number of at least 1, but is 0 instead"),
-        ({"every_n_layers": 1.5}, "but is 1.5 instead"),
         ({"every_n_layers": True}, "but is True instead"),
         ({"every_n_layers": "2"}, "but is '2' instead"),
         ({"layers": "1--"}, "`layers` must be a list like '0-15,-1', but is '1--' instead"),
-        ({"layers": []}, "but is [] instead"),
         ({"layers": [True]}, "but is [True] instead"),
         ({"layers": {}}, "must name at least one stack"),
         ({"layers": "0", "every_n_layers": 2}, "`layers` and `every_n_layers` both choose blocks"),
-        ({"segments": 0}, "`segments` must be a whole number of at least 1 or 'sqrt', but is 0 instead"),
         ({"segments": 2, "layers": "0"}, "`segments` covers whole stacks"),
         ({"segments": 2, "policy": "selective"}, "`segments` goes with `policy: full`"),
         ({"policy": "budget"}, "`policy: budget` needs `budget`"),
         ({"policy": "full", "budget": "1GiB"}, "`budget` goes with `policy: budget`"),
         ({"budget": "0GiB"}, "`budget` is no budget: a size must be positive"),
         ({"budget": "20 bananas"}, "`budget` is no budget: a size must look like"),
-        ({"budget": 0.5, "layers": "0"}, "chooses the blocks itself; remove layers"),
         ({"policy": "auto", "rules": [{"layers": "0", "policy": "full"}]}, "chooses the blocks itself; remove rules"),
         ({"policy": "none", "layers": "0"}, "`policy: none` leaves every block as it is; remove layers"),
         ({"policy": "selective", "save": ["conv"]}, "must be a list out of ['linear', 'attention'], but is ['conv']"),
-        (
-            {"host_budget": "1GiB"},
-            "`host_budget` goes with `policy: offload` or `policy: budget` or `policy: auto`, but",
-        ),
+        ({"host_budget": "1GiB"}, "`host_budget` goes with `policy: offload` or `policy: budget` or `policy: auto`"),
         ({"policy": "selective", "offload": True}, "; to move what `selective` saves, write 'saved'"),
-        (
-            {"policy": "full", "offload": "saved"},
-            "`offload: saved` goes with `policy: selective`, but policy is 'full'",
-        ),
+        ({"policy": "full", "offload": "saved"}, "`offload: saved` goes with `policy: selective`, but policy is"),
         ({"segments": 2, "offload": True}, "it cannot be combined with `segments`"),
         ({"head": 0}, "`head` must be a whole number of at least 1 or 'full' or 'auto', but is 0 instead"),
         ({"head": "atuo"}, "did you mean 'auto'?"),
@@ -156,7 +112,6 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"rules": ["full"]}, "[0] must be a mapping, but is 'full' instead"),
         ({"rules": [{"policy": "full"}]}, "[0] needs `layers` or `stack`"),
         ({"rules": [{"stack": "encoder"}]}, "[0] needs `policy`"),
-        ({"rules": [{"layers": "0", "policy": "budget"}]}, "[0] `policy` must be one of"),
         ({"rules": [{"layers": "0", "policy": "full", "stak": "encoder"}]}, "did you mean `stack`?"),
         ({"rules": [{"stack": "a", "policy": "full", "save": ["linear"]}]}, "[0] `save` goes with `policy: selective`"),
         ({"compile": "blocks", "share": 2}, "`share` must be a number from 0 to 1, but is 2 instead"),
@@ -196,50 +151,11 @@ def test_one_clear_error(given_spec, expected):
 
 
 def test_every_problem_is_named_at_once():
+    wrong = {"polcy": "full", "every_n_layers": 0, "use_reentrant": "True", "host_budget": "1 parsec"}
+    rules = [{"layers": "x"}, {"layers": "0", "policy": "ful"}]
     with pytest.raises(SpecError) as caught:
-        Spec.parse(
-            {
-                "polcy": "full",
-                "every_n_layers": 0,
-                "use_reentrant": "True",
-                "rules": [{"layers": "x"}, {"layers": "0", "policy": "ful"}],
-                "host_budget": "1 parsec",
-                "context_fn": print,
-            }
-        )
+        Spec.parse({**wrong, "rules": rules, "context_fn": print})
     text = str(caught.value)
     assert text.startswith("6 problems in the activation checkpointing spec:\n")
-    for part in ("`polcy`", "`every_n_layers`", "`use_reentrant`", "`host_budget`", "`context_fn`"):
-        assert part in text
-    assert "[0] `layers` must be a list" in text
-    assert "and needs `policy`" in text
-    assert "[1] `policy` must be one of" in text
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"\xff\xfe\xff", "not valid YAML"),
-        (b"when: 2001-99-99", "not valid YAML"),
-        (b"a: !!bool maybe", "not valid YAML"),
-        (b"a: !!int ''", "not valid YAML"),
-        (b"", "a spec must be a mapping of keys, but is NoneType instead"),
-        (b'{"policy": "full",}}', "not valid YAML"),
-        (b"policy: full\nlayer: 0", "did you mean `layers`?"),
-    ],
-)
-def test_a_file_that_is_no_spec(tmp_path, content, expected):
-    path = tmp_path / "spec.yaml"
-    path.write_bytes(content)
-    with pytest.raises(SpecError) as caught:
-        Spec.parse(str(path))
-    assert len(caught.value.problems) == 1
-    assert expected in str(caught.value)
-    assert str(path) in str(caught.value)  # names the file
-
-
-@pytest.mark.parametrize("name", ["absent.yaml", ""])
-def test_a_path_that_is_no_file(tmp_path, name):
-    with pytest.raises(SpecError, match="cannot read") as caught:
-        Spec.parse(tmp_path / name)
-    assert "a text must be JSON, key=value words, a file, or one of none, full, selective, full+" in str(caught.value)
+    of_rules = ("[0] `layers` must be a list", "and needs `policy`", "[1] `policy` must be one of")
+    assert [part for part in (*(f"`{key}`" for key in wrong), "`context_fn`", *of_rules) if part not in text] == []
