@@ -1,7 +1,5 @@
 """The benchmark: every way to run a step, turns, figures that are written as they come, and tables of the pages."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -15,8 +13,7 @@ import pytest
 import torch
 from figures import faults
 from harness import Results, Worker, failure
-from session import Session
-from ways import COMPILED, NONE, OURS, OURS_COMPILED, WAYS, our_way
+from ways import COMPILED, NONE, OURS_COMPILED, WAYS, our_way
 
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_model
@@ -46,71 +43,54 @@ class InProcess(contextlib.ExitStack):
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch):
-    """Settings of the benchmark for small steps of a LLaMA of two blocks, without worker processes."""
+def run(tmp_path, monkeypatch):
+    """Run the benchmark on a small LLaMA, without worker processes; returns (exit code, rows by name, the case)."""
     monkeypatch.setattr(peers, "Worker", InProcess)
     monkeypatch.setattr(peers, "STEPS", 2)
-    config = tiny_model("llama", layers=2, attention="sdpa").config
+    config = tiny_model("llama", layers=4, attention="sdpa").config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    sizes = {"batch": 8, "tokens": 64, "blocks": None, "lora": None, "dtype": "float32", "repeats": 2, "only": []}
-    return argparse.Namespace(model=[str(tmp_path / "config.json")], **sizes)
+    sizes = {"model": tmp_path / "config.json", "json": tmp_path / "peers.json", "batch": 8, "dtype": "float32"}
 
+    def run(**others):
+        code = peers.main([word for name, value in {**sizes, **others}.items() for word in (f"--{name}", str(value))])
+        case = json.loads((tmp_path / "peers.json").read_text())["cases"]["config"]
+        return code, {row["name"]: row for row in case["rows"]}, case
 
-@contextlib.contextmanager
-def turned_on(settings, way):
-    session = Session(settings, *settings.model, way)
-    yield session
-    session.way.__exit__(None, None, None)
-
-
-# --- ways -------------------------------------------------------------------------------------------------------------
+    return run
 
 
 @pytest.mark.long
-def test_every_way_recomputes_and_gives_the_same_gradients(settings, tmp_path):
-    rows = {}
-    for way in EAGER:
-        with turned_on(settings, way) as session:
-            rows[way.name] = session.measure(tmp_path / "gradients.pt", way is NONE)
-    none = rows.pop("none")
-    assert (none["recomputed"], none["repeatable"]) == (None, True)
+def test_every_way_recomputes_and_gives_the_same_gradients(run, monkeypatch):
+    """Plans keep to their budgets, and a larger budget is used for a larger peak."""
+    monkeypatch.setattr(peers, "WAYS", EAGER)
+    code, rows, case = run(tokens=96, repeats=1)
+    assert (code, case["repeatable"], rows["none"].pop("recomputed")) == (0, True, None)
+    plans = [rows.pop(f"planned for {share}%") for share in (10, 30, 50, 70, 90)]
+    none, peaks, saved = rows.pop("none"), {}, {}
     for name, row in rows.items():
         assert row["recomputed"] > 0, name
         if "head" in name:  # sums in another order
             assert 0 < row["difference"] < 1e-5, name
         else:
             assert (row["first_difference"], row["difference"]) == (None, 0.0), name
+        peaks[name], saved[name] = row["allocated_bytes"], row["saved_bytes"]
     names = ("full (HF)", "every_n_layers: 2 (HF)", "torch_remat", "full", "full, checked")
-    assert [rows[name]["recomputed"] for name in names] == [2, 1, 2, 2, 2]
-    for key in ("allocated_bytes", "saved_bytes"):
-        size = {name: row[key] for name, row in rows.items()}
-        assert none[key] > size["selective"] > size["selective, save attention"]
-        assert size["full"] == pytest.approx(size["full (HF)"], rel=0.02)
+    assert [rows[name]["recomputed"] for name in names] == [4, 2, 4, 4, 4]
+    for sizes, most in ((peaks, none["allocated_bytes"]), (saved, none["saved_bytes"])):
+        assert most > sizes["selective"] > sizes["selective, save attention"]
+        assert sizes["full"] == pytest.approx(sizes["full (HF)"], rel=0.02)
     sac = ("SAC, all matmuls + attention", "SAC, every 2nd matmul + attention", "SAC, attention")
-    sizes = [rows[name]["saved_bytes"] for name in (*sac, "full (HF)")]
+    sizes = [saved[name] for name in (*sac, "full (HF)")]
     assert sizes == sorted(set(sizes), reverse=True)
+    for row in plans:
+        assert row["first_difference"] is None, row["plan"]
+        assert row["allocated_bytes"] <= 1.02 * row["budget_bytes"]
+        assert row["allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.055)  # a tiny model
+    assert len({row["allocated_bytes"] for row in plans}) > 1
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(settings, tmp_path, monkeypatch):
-    """Run the benchmark with a plan of `full` for one budget; returns (exit code, rows by name, the case)."""
-    row = {"plan": "full 0-1", "predicted_peak_bytes": 2**20, "budget_share": 0.5, "budget_bytes": 2**30}
-    monkeypatch.setattr(peers, "planned", lambda *_: [(our_way("planned for 50%", policy="full"), dict(row))])
-
-    def run():
-        path = tmp_path / "peers.json"
-        code = peers.main(["--model", *settings.model, "--tokens", "16", "--repeats", "2", "--json", str(path)])
-        case = json.loads(path.read_text())["cases"]["config"]
-        return code, {row["name"]: row for row in case.get("rows", ())}, case
-
-    return run
-
-
-def test_the_fastest_steps_of_a_turn_are_compared(settings, tmp_path, run):
+def test_the_fastest_steps_of_a_turn_are_compared(tmp_path, monkeypatch):
     """Ratios compare the fastest steps of a turn, so a slow turn or a single slow step does not change them."""
 
     def timed(*seconds):
@@ -118,7 +98,10 @@ def test_the_fastest_steps_of_a_turn_are_compared(settings, tmp_path, run):
         left = list(seconds)
         return types.SimpleNamespace(ask=lambda name: left.pop(0) if left else {"error": "killed"})
 
-    test, full, selective = peers.Run(settings, "config", tmp_path), NAMED["full"], NAMED["selective"]
+    monkeypatch.setattr(peers, "planned", lambda *_: {})
+    monkeypatch.setattr(peers, "STEPS", 2)
+    full, selective = NAMED["full"], NAMED["selective"]
+    test = peers.Run(argparse.Namespace(only=["full", "selective"]), "config", tmp_path)
     test.workers = {NONE: timed(1, 8, 2, 2), full: timed(9, 1.5, 3, 16), selective: timed(3)}
     for _ in range(2):
         test.turn([full, selective], NONE)
@@ -137,10 +120,12 @@ def test_ways_side_by_side_or_one_after_the_other(device, reference, run, monkey
             raise torch.OutOfMemoryError("CUDA out of memory\nTried to allocate 1 GiB")
         return make(settings, name, way)
 
+    row = {"plan": "full 0-1", "predicted_peak_bytes": 2**20, "budget_share": 0.5, "budget_bytes": 2**30}
+    monkeypatch.setattr(peers, "planned", lambda *_: [(our_way("planned for 50%", policy="full"), row)])
     monkeypatch.setattr(peers, "Session", session)
     monkeypatch.setattr(peers, "WAYS", (NONE, NAMED["full (HF)"], our_way("broken", no_such_key=1)))
     monkeypatch.setattr(peers, "DEVICE", device)
-    code, rows, case = run()
+    code, rows, case = run(tokens=16, blocks=2, repeats=2)
     assert (code, case["reference"], case["repeatable"]) == (0, reference, True)
     assert "1 problem in the activation checkpointing spec" in rows["broken"]["error"]
     assert rows["none"].get("error") == (None if device == "cpu" else "OutOfMemoryError: CUDA out of memory")
@@ -151,23 +136,7 @@ def test_ways_side_by_side_or_one_after_the_other(device, reference, run, monkey
     assert (planned["first_difference"], planned["recomputed"]) == (None, 2)
     assert "| planned for 50% |" in capsys.readouterr().out
     monkeypatch.setattr(peers, "Run", None)  # started again, it measures nothing
-    assert run()[2] == case
-
-
-@pytest.mark.long
-def test_plans_are_those_of_a_run(settings, tmp_path):
-    """They keep to their budgets; a larger budget is used for a larger peak."""
-    settings.blocks, settings.tokens, settings.only = 4, 96, [OURS]
-    rows = dict(peers.planned(settings, *settings.model, tmp_path))
-    assert [way.name for way in rows] == [f"planned for {share}%" for share in (10, 30, 50, 70, 90)]
-    for way, row in {NONE: {}, **rows}.items():
-        with turned_on(settings, way) as session:
-            row |= session.measure(tmp_path / "gradients.pt", way is NONE)
-    for row in rows.values():
-        assert row["first_difference"] is None, row["plan"]
-        assert row["allocated_bytes"] <= 1.02 * row["budget_bytes"]
-        assert row["allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.055)  # a tiny model
-    assert len({row["allocated_bytes"] for row in rows.values()}) > 1
+    assert run(tokens=16, blocks=2, repeats=2)[2] == case
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

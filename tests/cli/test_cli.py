@@ -1,7 +1,5 @@
 """The `hf-ckpt` program: what it refuses, and `check`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -27,6 +25,7 @@ WORDS = (
     ("plan --config a.yaml --config b.yaml", "--config is given twice"),
     ("plan gpt2 --head -1", "must be a whole number"),
     ("plan gpt2 --out x.txt", "'x.txt' must end in .json or .yaml or .yml"),
+    ("plan gpt2 --html x.txt", "must end in .html"),
     ("check --spec policy=nonsense", "did you mean 'none'"),
     ("app ./gpt2 --host 0.0.0.0", "files of this machine are not read here"),
     ("hf_ckpt --spec policy=nonsense script.py", "did you mean 'none'"),

@@ -1,7 +1,5 @@
 """What engines get from a block: hidden states first, and no cache."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

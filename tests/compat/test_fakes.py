@@ -1,7 +1,5 @@
 """Fake tensors: operations return what torch returns, and products that torch does not know have their shapes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -59,15 +57,12 @@ def test_what_has_values_is_left_to_torch(mode):
         assert run_on_fakes(aten.view.default, (torch.ones(4), [2, 2]), {}).tolist() == [[1, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "shape"),
-    [
+def test_grouped_products_of_float32(mode):
+    offsets = torch.empty(3, dtype=torch.int32)
+    for a, b, shape in (
         ((6, 4), (3, 4, 2), (6, 2)),
         ((4, 6), (6, 2), (3, 4, 2)),
         ((3, 5, 4), (4, 2), (5, 2)),
         ((3, 5, 4), (3, 4, 2), (3, 5, 2)),
-    ],
-)
-def test_grouped_products_of_float32(mode, a, b, shape):
-    operands = torch.empty(a), torch.empty(b), torch.empty(3, dtype=torch.int32)
-    assert run_on_fakes(aten._grouped_mm.default, operands, {}).shape == shape
+    ):
+        assert run_on_fakes(aten._grouped_mm.default, (torch.empty(a), torch.empty(b), offsets), {}).shape == shape

@@ -1,7 +1,5 @@
 """Private names of torch: `private` looks them up, this torch has them, and a torch without one is told by name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

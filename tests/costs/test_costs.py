@@ -1,7 +1,5 @@
 """Costs of a step: by hand, of blocks in segments, and with tensors in host memory."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -83,9 +81,6 @@ def test_one_action_for_all_spares_what_has_no_choice():
     assert made_up(1, [0, 1, 1, 1], frozen=1, actions=3).uniform(FULL) == (KEEP, FULL, FULL, FULL)
 
 
-# --- segments ---------------------------------------------------------------------------------------------------------
-
-
 def equal_blocks(count, costs, **changes):
     """The step of equal blocks."""
     calls = tuple(CallCosts((block,), 0, costs) for block in blocks_of("decoder", count))
@@ -121,8 +116,6 @@ def test_segments_are_offered_in_every_number_that_can_be_best():
     without = made_up(3, [0] * 12, frozen=1, actions=2), dataclasses.replace(deep(2), calls=(deep(2).calls[0],) * 2)
     assert [list(in_segments(costs)) for costs in without] == [[], []]
 
-
-# --- host memory ------------------------------------------------------------------------------------------------------
 
 GIGA = 10**9  # bytes per second: one byte takes a nanosecond
 SAVED = dataclasses.replace(SELECTIVE, moved=True)
@@ -167,14 +160,14 @@ def test_a_plan_moves_only_what_it_has_to(costs):
         assert stayed == choice or not faster or timeline(chosen, stayed).peak_bytes > budget
 
 
-@pytest.mark.parametrize(("limit", "inputs", "saved"), [(7, 0, 0), (8, 1, 0), (28, 3, 1), (83, 4, 2), (999, 4, 4)])
-def test_as_many_calls_move_as_fit(limit, inputs, saved):
+def test_as_many_calls_move_as_fit():
     """A buffer for an input is a power of two; one for several tensors takes twice their size. Each may use all."""
     costs, alone = (equal_blocks(count, MOVABLE, input_bytes=7) for count in (5, 1))
-    moved, kept = with_offloading(costs, GIGA, 1, limit)
-    assert [OFFLOAD in call.costs for call in moved.calls] == [place < inputs for place in range(5)]
-    assert [SAVED in call.costs for call in kept.calls] == [place < saved for place in range(5)]
-    assert with_offloading(alone, GIGA, 1, limit) == [alone]
+    for limit, inputs, saved in ((7, 0, 0), (8, 1, 0), (28, 3, 1), (83, 4, 2), (999, 4, 4)):
+        moved, kept = with_offloading(costs, GIGA, 1, limit)
+        assert [OFFLOAD in call.costs for call in moved.calls] == [place < inputs for place in range(5)]
+        assert [SAVED in call.costs for call in kept.calls] == [place < saved for place in range(5)]
+        assert with_offloading(alone, GIGA, 1, limit) == [alone]
 
 
 @pytest.mark.parametrize(("action", "too_high"), [(OFFLOAD, 0.03), (SAVED, 0.2)], ids=str)

@@ -126,9 +126,6 @@ def test_blocks_that_are_skipped_at_random_count_once_they_were_seen():
     assert joined(some, others, dict.fromkeys(others.names, KEEP), ["b0", "b1", "b2", "b3"]) is some
 
 
-# --- other batches ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "growth", "expected"),
     [

@@ -1,7 +1,5 @@
 """What `hf-ckpt plan` and `hf_ckpt.predict` answer: whether it fits, what was assumed, what to write, what fits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -70,8 +68,6 @@ def plan(folder, monkeypatch, capsys):
 
     return run
 
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 OPTIM = "optim: adamw_torch_fused"
 ANSWERS = {
@@ -195,8 +191,6 @@ def test_answers_of_the_cookbook_are_those_of_the_commands(name, monkeypatch):
     section = BOOK["section"](name, command, BOOK["answer_of"](command))
     assert section.strip() in (ROOT / "docs" / "cookbook.md").read_text()
 
-
-# --- predict ----------------------------------------------------------------------------------------------------------
 
 MINI = {"batch": 4, "tokens": 256, "device": "a10", "budget": "320MiB"}
 TINY = {"device": "cpu", "budget": "30MiB", "optimizer": "sgd"}

@@ -1,7 +1,5 @@
 """The report of `hf-ckpt plan --html` and the page of `hf-ckpt app` in a real browser, as in CI."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

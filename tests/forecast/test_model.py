@@ -1,7 +1,5 @@
 """Shallow models on fake tensors: they describe the model of a config, or a live one, and change nothing of it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import types
@@ -81,7 +79,8 @@ def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(method, b
     config = tiny_model("llama", layers=2).config
     config.architectures = ["LlamaForCausalLM"]
     keys = {"quant_method": method, f"load_in_{bits}bit": method == "bitsandbytes"}
-    for config.quantization_config in (keys, types.SimpleNamespace(to_dict=lambda: keys)):
+    for form in (keys, types.SimpleNamespace(to_dict=lambda: keys)):
+        config.quantization_config = form
         with pytest.raises(HfCkptError, match=said) if said else contextlib.nullcontext():
             assert hf_ckpt.predict(config, tokens=16, device="t4", **fields).plan.model == "LlamaForCausalLM"
 

@@ -1,7 +1,5 @@
 """The rows of `optimizers.csv` against real optimizers."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

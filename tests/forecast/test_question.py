@@ -1,7 +1,5 @@
 """The options of `hf-ckpt plan`, what is refused, and the names of devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 

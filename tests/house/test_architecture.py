@@ -4,8 +4,6 @@
 vendor stand, and that everything public has a docstring.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -124,10 +124,7 @@ def test_ci_reads_the_two_commands_from_the_readme():
     marks = [(page, mark) for page, text in PAGES.items() for mark, _ in blocks(text, "bash") if mark]
     assert marks == [("README.md", "demo"), ("README.md", "test")]
     assert "for name in demo test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert len(PYTHON) > 5
-    assert len(COMMANDS) > 12
-    languages = {language for text in PAGES.values() for language in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
-    assert languages == {"bash", "diff", "python", "sh", "text"}
+    assert [len(PYTHON) > 5, len(COMMANDS) > 12] == [True, True]
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

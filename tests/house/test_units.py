@@ -1,7 +1,5 @@
 """Sizes, shares and times as text and back, and warnings that are given once per process."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

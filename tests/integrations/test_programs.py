@@ -1,8 +1,6 @@
 """The commands of axolotl, with the plug-in, and of LLaMA-Factory, under `python -m hf_ckpt`, where they are installed:
 they train with the plan, and with the same losses as without."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

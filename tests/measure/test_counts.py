@@ -1,7 +1,5 @@
 """Live-byte counts with resized, wrapped, fake or sparse tensors, in failing steps, and below other dispatch modes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -10,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -83,33 +82,15 @@ def test_counts_may_end_in_any_order():
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-class Pair(torch.Tensor):
-    """A tensor that wraps two tensors and runs operations on both."""
-
-    @staticmethod
-    def __new__(cls, first, second):
-        made = torch.Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype)
-        made.first, made.second = first, second
-        return made
-
-    def __tensor_flatten__(self):
-        return ["first", "second"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        halves = [func(*(getattr(value, half) for value in args)) for half in ("first", "second")]
-        return cls(*(half * 1 for half in halves))
-
-
 def test_a_wrapper_counts_as_what_it_wraps(counted):
     """A wrapper counts as the tensors inside, including those that its operations allocate and free."""
-    pair = Pair(torch.zeros(100), torch.zeros(100))
-    doubled = pair + pair
+    pair = TwoTensor(torch.zeros(100), torch.zeros(100))
+    tripled = pair + (pair + pair)
     assert (counted.current_bytes, counted.peak_bytes) == (1600, 2400)
-    del doubled
+    del tripled
     assert counted.current_bytes == LiveBytes({"held": pair}).start_bytes == 800
     with LiveBytes({"held": pair}) as inner:
-        pair + pair
+        pair + (pair + pair)
     assert inner.peak_bytes == 2400
 
 
@@ -164,9 +145,6 @@ def test_what_runs_between_steps_is_counted_to_the_byte(counted):
         gc.collect()
         assert counted.current_bytes == held() + LiveBytes(copied).start_bytes
         del copied
-
-
-# --- below other modes ------------------------------------------------------------------------------------------------
 
 
 class Seen(TorchDispatchMode):

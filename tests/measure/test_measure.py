@@ -1,7 +1,5 @@
 """Meters and clocks, on the CPU and on simulated accelerators."""
 
-from __future__ import annotations
-
 import functools
 import mmap
 import sys
@@ -35,9 +33,6 @@ def test_resident_peak_follows_a_large_block_and_forgets_it():
         assert meter.peak_bytes() - before < 50 * MIB
     assert meter.reserved_bytes() is None
     assert "resident size" in meter.source
-
-
-# --- accelerators, without one ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -103,26 +98,31 @@ def test_a_peak_counts_after_a_meter_has_reset_it(cuda):
 
 
 @pytest.mark.parametrize(
-    ("missing", "memory_of_both", "spare"),
+    ("missing", "memory_of_both"),
     [
-        ("memory_stats_as_nested_dict", (18000, 10001), 0),  # 1 byte of it is known to be held
-        ("mem_get_info", None, 0),  # not 0 bytes of the host's memory
-        ("reset_peak_memory_stats", (18000, 12000), 0),
+        ("memory_stats_as_nested_dict", (18000, 10001)),  # 1 byte of it is known to be held
+        ("reset_peak_memory_stats", (18000, 12000)),
     ],
 )
-def test_an_allocator_without_statistics_ends_nothing(missing, memory_of_both, spare, cuda, caplog):
-    cuda.missing = missing
-    both = {FIRST, SECOND}
-    found = memory.device_memory(1, both)
-    assert (found.total_bytes, found.available_bytes) == memory_of_both if memory_of_both else found.total_bytes > 10**8
-    assert memory.spare_bytes(both) == spare
+def test_an_allocator_without_statistics_ends_nothing(missing, memory_of_both, cuda, caplog):
+    cuda.missing, both = missing, {FIRST, SECOND}
+    assert memory.device_memory(1, both) == memory.DeviceMemory(*memory_of_both)
+    assert memory.spare_bytes(both) == 0
     for _ in range(2):
-        meter = memory.PeakMeter(both)
-        counted = LiveBytes if missing != "mem_get_info" else memory.PeakMeter
-        assert type(levels.meter_for(both)) is counted
-    assert (meter.peak_bytes() is None) is (missing != "mem_get_info")
+        assert memory.PeakMeter(both).peak_bytes() is None
+        assert type(levels.meter_for(both)) is LiveBytes
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "does not tell the memory" in said if missing == "mem_get_info" else f"no peaks (no {missing}" in said
+    assert f"no peaks (no {missing}" in said
+
+
+def test_a_device_that_does_not_tell_its_memory_has_that_of_the_machine(cuda, caplog):
+    cuda.missing, both = "mem_get_info", {FIRST, SECOND}
+    for _ in range(2):
+        assert memory.device_memory(1, both).total_bytes > 10**8
+        assert memory.spare_bytes(both) == 0  # not those of the host
+    assert memory.PeakMeter(both).peak_bytes() == 707
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "does not tell the memory" in said
 
 
 def test_an_accelerator_that_tells_nothing_is_unknown():

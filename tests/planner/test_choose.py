@@ -1,7 +1,5 @@
 """The fastest actions that fit: compared with trying every choice, with a wider table, and errors if none fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -51,20 +49,6 @@ def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
             before = time
 
 
-@given(costs=some_costs(freed=9))
-def test_what_the_end_of_a_stack_frees_breaks_no_limit(costs):
-    """What all calls share is freed if none keeps it, so their choices are not independent."""
-    low, high = ends_of(costs)
-    chosen = [fastest(costs, limit) for limit in range(low, high + 1)]
-    courses = [timeline(costs, choice) for choice in chosen]
-    assert courses[0].peak_bytes == low
-    assert all(course.peak_bytes <= low + more for more, course in enumerate(courses))
-    assert all(sum(course.worst.parts().values()) == course.peak_bytes for course in courses)
-    assert min(size for course in courses for size in course.worst.parts().values()) >= 0
-    times = [step_nanoseconds(costs, choice) for choice in chosen]
-    assert times == sorted(times, reverse=True)
-
-
 @pytest.mark.parametrize("changes", [{}, {"accumulation": 2}, {"lent": 10**8}], ids=str)
 def test_a_deep_model_is_planned_as_with_a_wide_table(changes, monkeypatch):
     """80 blocks with 4 actions: within 0.1 % of a table in which eight times as many ways are followed."""
@@ -78,8 +62,6 @@ def test_a_deep_model_is_planned_as_with_a_wide_table(changes, monkeypatch):
     assert len(set(times)) > 6
     assert all(1 <= time / least <= 1.001 for time, least in zip(times, best, strict=True))
 
-
-# --- plans ------------------------------------------------------------------------------------------------------------
 
 INPUT = 4
 """Bytes of each block's input."""
@@ -120,23 +102,25 @@ def test_of_blocks_alike_those_come_first_that_keep_least(accumulation, changes)
     assert len(set(chosen)) > 3
 
 
-@given(costs=some_costs(), more=st.integers(0, 60))
+@given(costs=some_costs(freed=9), more=st.integers(0, 60))
 def test_a_plan_is_within_its_budget_or_an_error_says_why(costs, more):
+    """Also where the end of a stack frees what no call keeps, so that choices are not independent."""
     floor, _ = ends_of(costs)
-    plan = plan_within([costs], floor + more, "a100-80")
-    choice = fastest(costs, floor + more)
+    plan, choice = plan_within([costs], floor + more, "a100-80"), fastest(costs, floor + more)
+    predicted, sizes = plan.prediction, dict(plan.prediction.parts).values()
     assert plan == plan_of(costs, choice)
-    assert plan.prediction.peak_bytes == timeline(costs, choice).peak_bytes <= floor + more
-    assert plan.prediction.step_seconds == step_nanoseconds(costs, choice) / 1e9
-    assert (plan.prediction.budget_bytes, plan.prediction.device) == (floor + more, "a100-80")
+    assert predicted.peak_bytes == timeline(costs, choice).peak_bytes == sum(sizes) <= floor + more
+    assert predicted.step_seconds == step_nanoseconds(costs, choice) / 1e9
+    assert (predicted.budget_bytes, predicted.device) == (floor + more, "a100-80")
+    assert step_nanoseconds(costs, fastest(costs, floor + more + 1)) <= step_nanoseconds(costs, choice)
     with pytest.raises(InfeasibleError) as caught:
         plan_within([costs], floor - 1)
     error = caught.value
     assert (error.budget_bytes, error.floor_bytes, sum(error.parts.values())) == (floor - 1, floor, floor)
+    assert min(*sizes, *error.parts.values()) >= 0
     first, *lines = str(error).splitlines()
     assert f"no plan fits into {format_bytes(floor - 1)}: the lowest peak is {format_bytes(floor)} (" in first
     assert lines == [f"  - {hint}" for hint in error.hints] != []
-    assert min(error.parts.values()) >= 0
 
 
 @given(costs=some_costs())

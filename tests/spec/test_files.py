@@ -1,7 +1,5 @@
 """Files of specs and plans: JSON and YAML, damaged files, and full disks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -119,6 +117,10 @@ COMPILED = {"block": "model.layers.1", "kind": "Layer", "action": "compiled"}
         ((*ROW, "block"), "model.layers.0", "is named twice"),
         ((*ROW, "block"), 7, "must be texts"),
         *(((*ROW, "action"), name, "must be one of") for name in ("none", "budget", "Full", "", None, ["full"])),
+        ((*ROW, "share"), 0.5, "`share` goes with `compiled`"),
+        ((*ROW, "save"), ["linear"], "`save` goes with `selective` or `full+selective`, but its action is `full`"),
+        ((*ROW, "moved"), True, "`moved` goes with `selective`"),
+        (ROW, {**COMPILED, "share": 0.5, "segment": 0}, "`segment` goes with `full`"),
         *((ROW, {**COMPILED, "share": share}, "from 0 to 1") for share in (None, -0.1, 1.5, "half", True)),
     ],
 )

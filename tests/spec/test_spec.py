@@ -1,29 +1,21 @@
 """What users may write and what it means; everything else is refused, with all problems at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_ckpt.errors import SpecError
 from hf_ckpt.spec.reading import Rule, parse_layers
 from hf_ckpt.spec.spec import Spec
 
-# --- what it means --------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("full", {"policy": "full"}),
-        ("policy=full layers=0-3,-1", {"policy": "full", "layers": "0-3,-1"}),
-        ("every_n_layers=2 preserve_rng_state=true", {"every_n_layers": 2, "preserve_rng_state": True}),
-        ("budget=20GiB", {"policy": "budget", "budget": "20GiB"}),
-        ('{"policy": "full", "every_n_layers": 3}', {"policy": "full", "every_n_layers": 3}),
-        ("  full\n", {"policy": "full"}),
-    ],
-)
-def test_texts(text, wanted):
-    assert Spec.parse(text) == Spec.parse(wanted)
+def test_specs_as_text():
+    for text, wanted in {
+        "  full\n": {"policy": "full"},
+        "policy=full layers=0-3,-1": {"policy": "full", "layers": "0-3,-1"},
+        "every_n_layers=2 preserve_rng_state=true": {"every_n_layers": 2, "preserve_rng_state": True},
+        "budget=20GiB": {"policy": "budget", "budget": "20GiB"},
+        '{"policy": "full", "every_n_layers": 3}': {"policy": "full", "every_n_layers": 3},
+    }.items():
+        assert Spec.parse(text) == Spec.parse(wanted)
 
 
 def test_what_follows_from_what_is_given():
@@ -56,14 +48,7 @@ def test_texts_that_name_no_layers():
 def test_an_enable_call_selects_anew_or_only_changes_options():
     """Bare enable calls, or calls with only `use_reentrant`, keep the choice of blocks; others replace it."""
     spec = Spec.parse({"layers": "0-3", "preserve_rng_state": True})
-    for bare in (
-        {},
-        {"use_reentrant": False},
-        {"use_reentrant": True},
-        {"every_n_layers": 1},
-        {"offload": False},
-        {"every_n_layers": 1, "offload": False, "use_reentrant": False},
-    ):
+    for bare in ({}, {"use_reentrant": True}, {"every_n_layers": 1, "offload": False, "use_reentrant": False}):
         assert spec.updated(bare) == spec, bare
     assert spec.updated({"determinism_check": "none"}) == Spec.parse({**spec.to_dict(), "determinism_check": "none"})
     assert spec.updated({"every_n_layers": 2}) == Spec(every_n_layers=2)
@@ -72,9 +57,6 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
     for equal_to_a_default in ({"every_n_layers": True}, {"every_n_layers": 1.0}, {"offload": 0}):
         with pytest.raises(SpecError):
             spec.updated(equal_to_a_default)
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,7 +69,6 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"use_reentrant": 0}, "`use_reentrant` must be one of true, false, but is 0 instead"),
         ({"every_n_layers": 0}, "`every_n_layers` must be a whole number of at least 1, but is 0 instead"),
         ({"every_n_layers": True}, "but is True instead"),
-        ({"every_n_layers": "2"}, "but is '2' instead"),
         ({"layers": "1--"}, "`layers` must be a list like '0-15,-1', but is '1--' instead"),
         ({"layers": [True]}, "but is [True] instead"),
         ({"layers": {}}, "must name at least one stack"),
@@ -97,7 +78,6 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"policy": "budget"}, "`policy: budget` needs `budget`"),
         ({"policy": "full", "budget": "1GiB"}, "`budget` goes with `policy: budget`"),
         ({"budget": "0GiB"}, "`budget` is no budget: a size must be positive"),
-        ({"budget": "20 bananas"}, "`budget` is no budget: a size must look like"),
         ({"policy": "auto", "rules": [{"layers": "0", "policy": "full"}]}, "chooses the blocks itself; remove rules"),
         ({"policy": "none", "layers": "0"}, "`policy: none` leaves every block as it is; remove layers"),
         ({"policy": "selective", "save": ["conv"]}, "must be a list out of ['linear', 'attention'], but is ['conv']"),
@@ -120,11 +100,9 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"rules": [{"layers": "0", "policy": "full", "share": 0.5}]}, "it needs `compile"),
         ({"compile": "blocks", "policy": "none", "share": 0.5}, "but policy is 'none'"),
         ({"compile": "blocks", "policy": "selective", "save": ["attention"]}, "remove save"),
-        ({"compile": "blocks", "segments": 2}, "remove segments"),
         ({"compile": "blocks", "policy": "offload"}, "compiled blocks are not offloaded"),
         ({"compile": "blocks", "policy": "full+selective"}, "leave to the compiler what is rebuilt"),
         ({"save": ["linear"]}, "`save` goes with `policy: selective` or `policy: full+selective`, but"),
-        ({"plan": "p.json", "compile": "blocks"}, "`plan` already says what every block gets"),
         ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
         ({"selective": True}, "`selective` is TRL's switch"),
         ({"plan": 3}, "`plan` must be the path of a saved plan, but is 3 instead"),
