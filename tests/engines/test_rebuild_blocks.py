@@ -247,6 +247,7 @@ RUNS = {
     "norms' gradients changed": hooked(
         "Norm", "register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)
     ),
+    "outputs of BERT's blocks written to": hooked("BertOutput", "register_forward_hook", written_to),
     "embeddings written to": hooked("Embedding", "register_forward_hook", written_to),
     "noise on embeddings": hooked(
         "Embedding", "register_forward_hook", lambda module, args, output: output + torch.rand_like(output)
@@ -260,20 +261,12 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 @each_family
 def test_gradients_are_those_of_no_checkpointing(family, name):
-
     def run(model):
         torch.manual_seed(0)
         return RUNS[name](model, family)
 
     for save in SAVES:
         same_steps(run, family, save, dropout=0.1)
-
-
-def test_an_output_changed_before_the_next_block_gets_it():
-    """If a hook changes the result of a block's last norm without a graph, the next block does not undo that."""
-    run = hooked("BertOutput", "register_forward_hook", written_to)
-    for save in SAVES:
-        same_steps(lambda model: run(model, "bert"), "bert", save, layers=4)
 
 
 REBUILT = {"gpt2": 53, "bert": 97}

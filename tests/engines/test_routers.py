@@ -7,7 +7,7 @@ import torch
 import transformers
 from helpers.experts import EXPERTS, IMPLEMENTATIONS, MORE_EXPERTS, ONE_BY_ONE, experts
 from helpers.sparing import sparing
-from helpers.steps import assert_near, assert_same, enable, planned, step, without_cache
+from helpers.steps import assert_near, assert_same, enable, planned, step
 from helpers.toys import SAVES
 from peft import LoraConfig, get_peft_model
 from torch._functorch.aot_autograd import make_boxed_func
@@ -159,22 +159,6 @@ def test_gradients_and_counts_under_every_spec(name, implementation, lanes):
         done = hf_ckpt.describe(model).recomputed
         expected_counts = [2, 1] if "segments" in spec else [1, 1]
         assert [*done.values()] == expected_counts if spec in SPECS.values() else all(done.values())
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_backward_never_chooses(name):
-    """Under any `save` and under `full`, backward gets the forward's choice: it scores tokens, but calls no `topk`."""
-    model = experts(name)
-    hf_ckpt.install(model)
-    for spec in (SPECS["full"], *SELECTIVE):
-        enable(model, spec)
-        loss = model(**without_cache(model, BATCH)).loss
-        with torch.autograd.profiler.profile() as seen:
-            loss.backward()
-        names = {event.name for event in seen.function_events}
-        assert "aten::topk" not in names
-        assert "aten::mm" in names
-        assert all(hf_ckpt.describe(model).recomputed.values())
 
 
 @needs_routers

@@ -31,40 +31,36 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.watch import Watch
 
 
+def theirs(**faulty_options):
+    """Enable transformers' own checkpointing, with these options if `faulty`, otherwise with correct ones."""
+    right = {"use_reentrant": False, "preserve_rng_state": True}
+    return lambda model, faulty: enable(model, right | faulty_options if faulty else right)
+
+
+THEIRS, REDRAWN = theirs(), theirs(preserve_rng_state=False)
+
+
 @dataclasses.dataclass
 class Exhibit:
     """A fault. Functions with a parameter `faulty` also set up the same case without it."""
 
     cause: str
     """Part of the message of the watch."""
-    checkpoint: Callable[[Any, bool], None]
-    """Enables checkpointing on a model."""
     model: Callable[[bool], nn.Module] = lambda faulty: custom_model()
     loss: Callable[[Any, int], torch.Tensor] = custom_loss
     """Runs the forward of the step with this number."""
+    _: dataclasses.KW_ONLY
+    checkpoint: Callable[[Any, bool], None] = THEIRS
+    """Enables checkpointing on a model."""
     between: Callable[[Any], Any] = lambda model: iter(())
     """A generator that changes the model between a forward and its backward."""
     around: Callable[[bool | None], Any] = lambda faulty: contextlib.nullcontext()
     """A context in which the forward runs; called with None for the run without checkpointing."""
     blocks: tuple[int, ...] = (1,)
-    """The faulty blocks."""
     wrong: str = "gradients"
     """What is wrong: `gradients`, or only `buffers`, or only `attributes`."""
     reports: str = ""
     """Public reports, each as repository and number."""
-
-
-def theirs(**faulty_options):
-    """Enable transformers' own checkpointing, with these options if `faulty`, otherwise with correct ones."""
-
-    def checkpoint(model, faulty):
-        enable(model, {"use_reentrant": False, "preserve_rng_state": True, **(faulty_options if faulty else {})})
-
-    return checkpoint
-
-
-def reentrant(model, faulty):
-    enable(model, {"use_reentrant": True})
 
 
 def with_function(faulty_function, right_function=None):
@@ -113,10 +109,6 @@ def own_checkpoint(again=lambda function: function, times=1):
 def without_shift(function):
     """A block's forward without a keyword argument, which the engine failed to store."""
     return functools.partial(function.func, *function.args)
-
-
-def under_bf16(function):
-    return bf16()(function)
 
 
 def rounding(dtype):
@@ -204,8 +196,11 @@ def with_the_other_adapter(model):
 
 
 def with_a_changed_weight(model):
-    yield nn.init.constant_(model.layers[1].one.bias, 2.0)
-    nn.init.zeros_(model.layers[1].one.bias)
+    with torch.no_grad():
+        model.layers[1].one.weight.mul_(2)
+    yield
+    with torch.no_grad():
+        model.layers[1].one.weight.div_(2)
 
 
 def with_offsets_by_hooks(model, number):
@@ -248,102 +243,91 @@ FROM_THE_HOST = "draws from Python's `random` or numpy"
 EXHIBITS = {
     "random numbers drawn again": Exhibit(
         "Random numbers are drawn anew: set preserve_rng_state to True",
-        theirs(preserve_rng_state=False),
         in_one_block(drops, drops),
+        checkpoint=REDRAWN,
         reports="OLMo-core#828, torchtitan#1323",
     ),
     "other experts chosen": Exhibit(
         "tokens may go to other experts",
-        theirs(preserve_rng_state=False),
         lambda faulty: experts("mixtral", implementation="batched_mm"),
         loss_of_llama,
+        checkpoint=REDRAWN,
         blocks=(0, 1),
         reports="transformers#47467, torchtitan#1117",
     ),
     "adapters without gradients (reentrant)": Exhibit(
         "set use_reentrant to False",
-        adapters_without_gradients,
         adapters_alone,
         loss_of_llama,
+        checkpoint=adapters_without_gradients,
         blocks=EVERY,
         reports="Megatron-Bridge#5586, peft#137",
     ),
     "inputs changed, lost or stored wrongly: an argument changed in place": Exhibit(
-        FROM_OTHER_INPUTS, theirs(), in_one_block(changes_its_shift, adds_a_shift, at=0), blocks=(0,)
+        FROM_OTHER_INPUTS, in_one_block(changes_its_shift, adds_a_shift, at=0), blocks=(0,)
     ),
     "inputs changed, lost or stored wrongly: an argument left out of the recomputation": Exhibit(
         FROM_OTHER_INPUTS,
-        with_function(own_checkpoint(without_shift), own_checkpoint()),
+        checkpoint=with_function(own_checkpoint(without_shift), own_checkpoint()),
         blocks=EVERY,
         reports="Megatron-LLM#86, LlamaFactory#7699",
     ),
     "mode, adapter or hooks changed before backward: eval()": Exhibit(
         "train or eval mode of the block, train or eval mode of `norm`",
-        reentrant,
         in_one_block(drops, drops),
+        checkpoint=lambda model, faulty: enable(model, {"use_reentrant": True}),
         between=in_eval_mode,
     ),
     "mode, adapter or hooks changed before backward: another adapter": Exhibit(
         "the active adapter of `self_attn.q_proj`",
-        theirs(),
         lambda faulty: two_adapters(tiny_model("llama")),
         loss_of_llama,
-        with_the_other_adapter,
+        between=with_the_other_adapter,
         blocks=(0, 1, 2, 3),
     ),
     "mode, adapter or hooks changed before backward: hooks that lie on the model for a forward": Exhibit(
-        "hooks of `one` changed", theirs(), loss=with_offsets_by_hooks, between=without_hooks, reports="peft#2826"
+        "hooks of `one` changed", loss=with_offsets_by_hooks, between=without_hooks, reports="peft#2826"
     ),
     "parameters changed before backward": Exhibit(
-        "Change parameters after the backward only", theirs(), between=with_a_changed_weight
+        "Change parameters after the backward only", between=with_a_changed_weight
     ),
     "buffers updated twice": Exhibit(
         "The block updates it in every run",
-        theirs(),
         normalises_batches,
         wrong="buffers",
         reports="pytorch#96136, fairscale#1035",
     ),
-    "Python counters moved twice": Exhibit("`full` runs it twice", theirs(), counts_its_calls, wrong="attributes"),
+    "Python counters moved twice": Exhibit("`full` runs it twice", counts_its_calls, wrong="attributes"),
     "numbers drawn from Python, numpy or an own generator: Python": Exhibit(
-        FROM_THE_HOST, theirs(), in_one_block(draws(random.random), draws_from_torch)
+        FROM_THE_HOST, in_one_block(draws(random.random), draws_from_torch)
     ),
     "numbers drawn from Python, numpy or an own generator: numpy": Exhibit(
-        FROM_THE_HOST, theirs(), in_one_block(draws(numpy.random.rand), draws_from_torch)
+        FROM_THE_HOST, in_one_block(draws(numpy.random.rand), draws_from_torch)
     ),
     "numbers drawn from Python, numpy or an own generator: a generator": Exhibit(
-        "random generator of its own", theirs(), draws_from_a_generator_of_its_own
+        "random generator of its own", draws_from_a_generator_of_its_own
     ),
     "kernels that do not repeat themselves": Exhibit(
-        "a nondeterministic kernel",
-        theirs(),
-        breaks_ties_by_rounding,
-        reports="Liger-Kernel#1255, torchtitan#3146",
+        "a nondeterministic kernel", breaks_ties_by_rounding, reports="Liger-Kernel#1255, torchtitan#3146"
     ),
     "another autocast": Exhibit(
         "under another autocast",
-        with_function(own_checkpoint(), own_checkpoint(under_bf16)),
+        checkpoint=with_function(own_checkpoint(), own_checkpoint(bf16())),
         around=bf16,
         blocks=EVERY,
         reports="pytorch#71124, TransformerEngine#787",
     ),
     "saved tensors stored wrongly, such as by offloading": Exhibit(
         "or a smaller type",
-        with_function(rounding(torch.bfloat16), rounding(torch.float32)),
+        checkpoint=with_function(rounding(torch.bfloat16), rounding(torch.float32)),
         blocks=EVERY,
         reports="trl#7195, axolotl#3833",
     ),
 }
 """Kind of the cause, as on the page, and perhaps the name of the fault -> the fault."""
 NOT_CAUGHT = {
-    "an engine that leaves weights out": (
-        "what it recomputes is right",
-        Exhibit("", with_function(own_checkpoint(times=0))),
-    ),
-    "an engine that counts weights twice": (
-        "what it recomputes is right",
-        Exhibit("", with_function(own_checkpoint(times=2))),
-    ),
+    "an engine that leaves weights out": ("what it recomputes is right", own_checkpoint(times=0)),
+    "an engine that counts weights twice": ("what it recomputes is right", own_checkpoint(times=2)),
 }
 """Faults that the watch cannot find, and why."""
 
@@ -446,13 +430,14 @@ def test_random_state_of_an_attention_without_dropout_may_be_unwritten(dropout):
     def attends(block, hidden, shift):
         return work(block, _Attention.apply(hidden, dropout), shift)
 
-    _, watch = run(Exhibit("", theirs(), in_one_block(attends)), faulty=True, checkpointed=True)
+    _, watch = run(Exhibit("", in_one_block(attends)), faulty=True, checkpointed=True)
     assert places(watch) == ([1] if dropout else [])
 
 
 @pytest.mark.parametrize("name", NOT_CAUGHT)
 def test_what_the_watch_cannot_find(name):
-    reason, exhibit = NOT_CAUGHT[name]
+    reason, function = NOT_CAUGHT[name]
+    exhibit = Exhibit("", checkpoint=with_function(function))
     expected, _ = run(exhibit, faulty=True, checkpointed=False)
     got, watch = run(exhibit, faulty=True, checkpointed=True)
     assert torch.equal(expected[0][0], got[0][0])
