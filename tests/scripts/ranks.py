@@ -169,7 +169,9 @@ def train(shared: nn.Module, case: Case, watch: budgets.Watch | None = None) -> 
         if isinstance(shared, FSDPModule):
             shared.set_requires_gradient_sync(last)
         waits = shared.no_sync() if not last and hasattr(shared, "no_sync") else contextlib.nullcontext()
-        with watch.step() if watch else contextlib.nullcontext(), waits:
+        if watch is not None:
+            watch.begin()
+        with waits:
             loss = loss_of(shared, case, step * case.accumulate + micro) / case.accumulate
             loss.backward()
             losses.append(loss.item())
