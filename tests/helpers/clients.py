@@ -43,8 +43,8 @@ COMMON = {
     "disable_tqdm": True,
 }
 GRPO = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "num_iterations": 2}
-# Texts of messages about checkpointing that other libraries give.
-UPSTREAM = ("`gradient_checkpointing", "`is_gradient_checkpointing`", "only defines `gradient_checkpointing_enable`")
+# Parts of messages with the word "checkpoint" that other libraries give.
+UPSTREAM = ("`gradient_checkpointing", "`is_gradient_checkpointing`", "gradient_checkpointing_enable`", "LOAD REPORT")
 
 
 @dataclasses.dataclass
