@@ -13,7 +13,6 @@ import hashlib
 import os
 import sys
 import types
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,11 +130,6 @@ def reset_peak(device: int = 0) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
         return
     torch.ops.sim.reset_peak(device)
-
-
-def kernels() -> Counter[str]:
-    """How often each operation ran on any device, by its name without overload."""
-    return Counter(dict(torch.ops.sim.count_kernels()))
 
 
 # --- switches ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.steps import assert_same, enable, without_cache
+from helpers.steps import assert_same, planned, without_cache
 
 import hf_ckpt
 from accelerator import device
@@ -30,8 +30,7 @@ def train(spec, graphs, family="llama", lora=False, steps=STEPS):
     whether it compiled a graph."""
     model = tiny_model(family, layers=8, hidden=64, attention="sdpa")
     model = device.moved_to(with_lora(model, family, lora_dropout=0.0) if lora else model, device.FIRST)
-    hf_ckpt.install(model, {"compile": "blocks", "check_every": 0, **spec})
-    enable(model)
+    planned(model, {"compile": "blocks", "check_every": 0, **spec})
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
     found, seen = {}, []
     for seed in range(steps):
@@ -45,8 +44,8 @@ def train(spec, graphs, family="llama", lora=False, steps=STEPS):
         loss = model(**without_cache(model, batch)).loss
         loss.backward()
         optimizer.step()
-        planned = installation(model).planned
-        seen.append((device.counted(0)["peak_bytes"], planned and planned.phase, len(graphs) > compiled))
+        chosen = installation(model).planned
+        seen.append((device.counted(0)["peak_bytes"], chosen and chosen.phase, len(graphs) > compiled))
         found[f"loss {seed}"] = loss.detach().cpu()
         del loss, batch
     found |= {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}

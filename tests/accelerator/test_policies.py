@@ -1,6 +1,8 @@
 """Every policy trains every family on the simulated device as the same model without a plan does, bit for bit.
 
-Each cell counts what was recomputed, rebuilt, moved or run in chunks, so that a plan that does nothing fails.
+Each cell counts what was recomputed, rebuilt, moved or run in chunks, so that a plan that does nothing fails. Copies to
+the host and back wait for computation, and computation for them: with one stream as late as the waits allow, and the
+other one eager, each wait of `Lane` is needed, and the outcome does not depend on time.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import functools
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, without_cache
+from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, outcome, planned, without_cache
 
 import hf_ckpt
 from accelerator import device
@@ -92,9 +94,7 @@ def test_policies(family, name, mode, monkeypatch):
     spec, counts = SPECS[name]
     expected, copied = reference(family, mode)
     before = device.counted()
-    model = new_model(family, mode)
-    hf_ckpt.install(model, spec)
-    enable(model)
+    model = planned(new_model(family, mode), spec)
     got = train(model, family, mode)
     if "head" in spec:  # sums in another order
         wide = mode != "dropout"
@@ -109,3 +109,58 @@ def test_policies(family, name, mode, monkeypatch):
     assert moved["bytes_to_host"] == STEPS * counted(described, "moved")
     # T5 itself copies a few positions when it recomputes; backward reads one operand less of a frozen product.
     assert moved["bytes_from_host"] >= (0.9 if "LoRA" in mode else 1) * moved["bytes_to_host"]
+
+
+# --- copies behind computation, and before it -------------------------------------------------------------------------
+
+PACES = [("free", "free"), ("late", "eager"), ("eager", "late"), ("late", "late")]
+
+
+def interrupted(model):
+    """A step whose backward ends after block 1: the tensors of block 0 are on their way back, and nobody uses them."""
+
+    def fail(gradient):
+        raise KeyboardInterrupt
+
+    block = model.get_submodule("model.layers.0")
+    handle = block.register_forward_hook(lambda *found: found[2].register_hook(fail) and None)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, "llama", "dropout")
+    handle.remove()
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["", "after an interrupted step"])
+@pytest.mark.parametrize("paces", PACES, ids=" ".join)
+@pytest.mark.parametrize("spec", ["offload", "saved"])
+def test_gradients_are_right_at_every_pace(spec, paces, interrupt, monkeypatch):
+    """Copies that nobody waits for must not write to memory after it is freed, either."""
+    monkeypatch.setattr(offload, "LEAST_BYTES", 0)  # move even the smallest tensors
+    expected, _ = reference("llama", "dropout")
+    reused = []
+    with device.pace(computing=paces[0], copying=paces[1]):
+        model = new_model("llama", "dropout")
+        planned(model, {**SPECS[spec][0], "check_every": 0})
+        if interrupt:
+            interrupted(model)
+            sizes = hf_ckpt.describe(model).moved.values()
+            reused = [torch.zeros(size // 4, device=device.FIRST) for size in sizes for _ in range(8)]
+        assert_same(expected, train(model, "llama", "dropout"))
+        assert not any(bool(tensor.any()) for tensor in reused)
+    assert sum(hf_ckpt.describe(model).moved.values()) > 0
+
+
+def test_another_computing_stream_is_recorded():
+    """A tensor that was fetched for one stream and is used by another is not reused before that has used it."""
+    lane = offload.lane_of(torch.device(device.FIRST))
+    other = torch.Stream(device.FIRST)
+    source = torch.full((4096,), 2.0, pin_memory=True)
+    with device.pace(computing="eager", copying="late"):
+        tensor, copy = lane.back(source)
+        with other:
+            lane.wait(copy)
+            doubled = tensor * 2
+        copy.event.synchronize()
+        del tensor, copy
+        torch.full((4096,), 7.0, device=device.FIRST)
+        torch.accelerator.synchronize()
+    assert bool((doubled.cpu() == 4).all())

@@ -8,10 +8,10 @@ import types
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.installed import ALL, active
+from helpers.adapters import with_lora
+from helpers.installed import ALL, active, flags
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, outcome, recomputed, step
-from peft import LoraConfig, get_peft_model
+from helpers.steps import assert_same, enable, outcome, planned, recomputed, step
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -25,23 +25,24 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 pytestmark = pytest.mark.compat
 
 
-ORIGINALS = {name: vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES}
-
-
 def methods():
     """The enable methods of transformers' class now."""
-    return {name: vars(compat.transformers.PreTrainedModel)[name] for name in ORIGINALS}
+    return {name: vars(compat.transformers.PreTrainedModel)[name] for name in compat.transformers.ENABLE_NAMES}
+
+
+ORIGINALS = methods()
 
 
 @pytest.mark.parametrize("name", compat.transformers.ENABLE_NAMES)
-def test_install_for_the_process_answers_every_enable(everywhere, name):
+def test_install_for_the_process_answers_every_enable_until_uninstalled(everywhere, name):
+    early, by_hand = tiny_model("llama"), tiny_model("llama")
+    before = snapshot(early)
     everywhere(spec={"layers": "3"})
     everywhere(spec={"layers": "0"})  # the newer one counts
-    early, by_hand = tiny_model("llama"), tiny_model("llama")
+    late = tiny_model("llama")
     assert enable_calls_since_hooked() == 0
     getattr(early, name)()
     assert active(early) == [ALL[0]]
-    late = tiny_model("llama")
     for asked in ({"layers": "1"}, None):
         getattr(late, name)(asked)
         assert active(late) == [ALL[1]]
@@ -49,40 +50,27 @@ def test_install_for_the_process_answers_every_enable(everywhere, name):
     getattr(by_hand, name)()
     assert active(by_hand) == [ALL[2]]
     assert enable_calls_since_hooked() == 4
-    hf_ckpt.uninstall()
-    assert active(by_hand) == [ALL[2]]
-    assert methods() == ORIGINALS
-
-
-def test_uninstall_for_the_process_gives_everything_back(everywhere):
-    model = tiny_model("llama")
-    before = snapshot(model)
-    everywhere()
-    assert methods() != ORIGINALS
-    enable(model)
-    step(model, tiny_batch("llama"))
-    model.zero_grad()
     for _ in range(2):
         hf_ckpt.uninstall()
         assert methods() == ORIGINALS
-        assert snapshot(model) == before
-    enable(model, {"use_reentrant": False})  # transformers' own method again
-    assert installation(model) is None
-    assert model.model.layers[0].gradient_checkpointing is True
+        assert snapshot(early) == before
+    assert active(by_hand) == [ALL[2]]
+    enable(early, {"use_reentrant": False})  # transformers' own method again
+    assert installation(early) is None
+    assert set(flags(early)) >= set(ALL)
 
 
 def test_a_refused_process_spec_hooks_nothing(everywhere):
     with pytest.raises(SpecError):
         everywhere(spec={"layrs": "0"})
     assert methods() == ORIGINALS
-    everywhere(spec={"layers": "7"})  # a valid spec, but the model is too short
     model = tiny_model("llama")
     before = snapshot(model)
-    for asked, said in ((None, "names 7"), ({"layrs": "0"}, "layrs")):
+    for spec, asked, said in (({"layers": "7"}, None, "names 7"), (None, {"layrs": "0"}, "layrs")):
+        everywhere(spec=spec)  # the first one is valid, but the model is too short
         with pytest.raises(SpecError, match=said):
             enable(model, asked)
         assert snapshot(model) == before
-        everywhere()
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
@@ -111,9 +99,7 @@ def test_a_call_on_every_part_keeps_the_plan_of_the_whole(family, caplog):
 
 
 def test_a_part_answers_for_itself_once_the_plan_is_off():
-    model = tiny_model("bert")
-    hf_ckpt.install(model, {"layers": "0"})
-    enable(model)
+    model = planned(tiny_model("bert"), {"layers": "0"})
     again = copy.deepcopy(model)
     getattr(model, compat.transformers.DISABLE_NAMES[-1])()
     enable(model.bert, {"use_reentrant": False})
@@ -137,24 +123,15 @@ def through_parts(model):
     return forward
 
 
-def adapted(model):
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-
-
-def compiled_in_place(model):
-    model.compile(backend="aot_eager")
-    return model
-
-
 LOOPS = {
     "plain": lambda model: model,
     "prepared": lambda model: Accelerator(cpu=True).prepare(model),
     "copied": copy.deepcopy,
     "forward method": lambda model: model.forward,
     "parts": through_parts,
-    "peft": adapted,
+    "peft": lambda model: with_lora(model, "llama", lora_dropout=0.0),
     "compiled": lambda model: torch.compile(model, backend="aot_eager"),
-    "compiled in place": compiled_in_place,
+    "compiled in place": lambda model: model.compile(backend="aot_eager") or model,
     "DDP": lambda model: torch.nn.parallel.DistributedDataParallel(model),
 }
 
@@ -216,8 +193,7 @@ def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(ev
     assert [installation(model) for model in (frozen, evaluated)] == [None, None]
     assert enable_calls_since_hooked() == 0
 
-    hf_ckpt.install(own, {"layers": "3"})
-    enable(own)
+    planned(own, {"layers": "3"})
     assert active(own) == [ALL[3]]
     enable(ended, {"layers": "0"})
     assert active(ended) == [ALL[0]]
@@ -239,27 +215,26 @@ class Own(compat.transformers.PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.embedding, self.layer = torch.nn.Embedding(3, 3), torch.nn.Linear(3, 3)
+        self.layer = torch.nn.Linear(3, 3)
         self.gradient_checkpointing, self.runs = False, 0
 
     def get_input_embeddings(self):
-        return self.embedding
+        return self.layer
 
     def run(self, x):
         self.runs += 1
         return self.layer(x).sin()
 
     def forward(self, x):
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self.run, x)
-        return self.run(x)
+        checkpoints = self.gradient_checkpointing and self.training
+        return self._gradient_checkpointing_func(self.run, x) if checkpoints else self.run(x)
 
 
 @pytest.mark.parametrize("asked", [None, {"policy": "selective", "use_reentrant": False}], ids=str)
 def test_a_model_without_blocks_is_left_to_its_own_code(everywhere, caplog, asked):
     everywhere(spec="full", enable_when_trained=True)
-    given = torch.ones(1, 3, requires_grad=True)  # older transformers checkpoints reentrantly
     own, model = Own(tiny_model("llama").config).train(), tiny_model("llama")
+    given = torch.ones(1, 3, requires_grad=True)  # older transformers checkpoints reentrantly
     own(given).sum().backward()
     expected, own.runs = own.layer.weight.grad.clone(), 0
     enable(own, asked)

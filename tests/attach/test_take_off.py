@@ -1,13 +1,19 @@
-"""A plan can be removed without a trace, whatever others did to the model, and can be paused and tried."""
+"""A plan can be paused, tried, and removed without a trace, whatever others did to the model. With a plan, models are
+freed, copied, pickled and saved like models without one; copies have their own plans."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import pickle
+import weakref
 
 import pytest
+from helpers.adapters import with_lora
 from helpers.installed import ALL, active, flags, forward_hooks
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, recomputed, step
+from helpers.steps import assert_same, enable, planned, recomputed, step
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hf_ckpt
@@ -19,6 +25,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training.install import trial
 
 pytestmark = pytest.mark.compat
+BATCH = tiny_batch("llama")
 
 
 def disable(model):
@@ -62,16 +69,18 @@ def comparable(model):
 @pytest.mark.parametrize("how", BEFORE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_uninstall_leaves_no_trace(family, how):
-    """Uninstalling restores `vars()` of every module and the number of hooks, whatever happened in between."""
+    """Uninstalling restores `vars()` of every module and the number of hooks, whatever happened in between.
+
+    Names of modules and keys of the state dict never change: a prefix would break loading.
+    """
     model, batch = tiny_model(family), tiny_batch(family)
     BEFORE[how](model)
-    before, hooks = comparable(model), forward_hooks(model)
+    before, hooks, keys = comparable(model), forward_hooks(model), list(model.state_dict())
     expected = step(model, batch)
-    model.zero_grad()
-    hf_ckpt.install(model)
-    enable(model)
+    planned(model)
     assert_same(expected, step(model, batch))
     assert recomputed(model) == [block.name for block in find_blocks(model).blocks]
+    assert (list(model.state_dict()), list(snapshot(model))) == (keys, list(before))
     enable(model, {"layers": "0"})
     disable(model)
     enable(model)
@@ -87,9 +96,7 @@ def test_uninstall_leaves_no_trace(family, how):
 
 def test_layers_dropped_since():
     """After pruning, the next enable call plans the remaining blocks."""
-    model = tiny_model("llama")
-    hf_ckpt.install(model)
-    enable(model)
+    model = planned(tiny_model("llama"))
     model.model.layers = model.model.layers[:3]
     enable(model)
     assert active(model) == list(hf_ckpt.describe(model).plan.active()) == ALL[:3]
@@ -99,9 +106,7 @@ def test_layers_dropped_since():
 
 def test_uninstall_after_someone_wrapped_a_block():
     """Uninstalling also cleans a block that someone wrapped in torch's checkpoint wrapper."""
-    model = tiny_model("llama")
-    hf_ckpt.install(model)
-    enable(model)
+    model = planned(tiny_model("llama"))
     block = model.model.layers[0]
     model.model.layers[0] = checkpoint_wrapper(block)
     with pytest.raises(OwnerConflictError):
@@ -122,8 +127,7 @@ def test_blocks_have_one_owner(first_on, first_off):
         enable(model.model)
         assert hf_ckpt.install(model, {"layers": "1"}).enabled
     else:
-        hf_ckpt.install(model, {"layers": "1"})
-        enable(model)
+        planned(model, {"layers": "1"})
         with pytest.raises(OwnerConflictError):
             hf_ckpt.install(model.model, {"layers": "0"})
     assert active(model) == [ALL[1]]
@@ -133,13 +137,11 @@ def test_blocks_have_one_owner(first_on, first_off):
     assert snapshot(model) == before
 
 
-# --- pausing and trying ---------------------------------------------------------------------------------------------
+# --- pausing and trying -----------------------------------------------------------------------------------------------
 
 
 def test_paused_ends_with_an_exception_too():
-    model = tiny_model("llama")
-    hf_ckpt.install(model)
-    enable(model)
+    model = planned(tiny_model("llama"))
     with contextlib.suppress(ZeroDivisionError), hf_ckpt.paused(model):
         assert flags(model) == []
         1 / 0  # noqa: B018
@@ -166,3 +168,73 @@ def test_a_trial_leaves_model_and_counts_as_they_were(was):
         assert installation(model) is None
     else:
         assert hf_ckpt.describe(model).recomputed == {ALL[0]: int(was == "enabled")}
+
+
+# --- freeing, copying, pickling ---------------------------------------------------------------------------------------
+
+
+def trained(model):
+    planned(model)
+    step(model, BATCH)
+    with hf_ckpt.paused(model):
+        step(model, BATCH)
+
+
+def uninstalled(model):
+    trained(model)
+    hf_ckpt.uninstall(model)
+
+
+def graph_dropped(model):
+    """Run a forward and drop its graph without a backward."""
+    planned(model)
+    model(**BATCH)
+
+
+def enabled_by_the_process(model):
+    hf_ckpt.install()
+    enable(model)
+    step(model, BATCH)
+
+
+@pytest.mark.parametrize("prepare", [hf_ckpt.install, trained, uninstalled, graph_dropped, enabled_by_the_process])
+def test_no_reference_cycles(prepare, everywhere):
+    """hf_ckpt adds no reference cycles: its models are freed with the last name, without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        for run in (lambda model: step(model, BATCH), prepare):  # without hf_ckpt, there are none
+            model = tiny_model("llama", layers=2)
+            gone, block = weakref.ref(model), weakref.ref(model.model.layers[0])
+            run(model)
+            del model
+            assert (gone(), block()) == (None, None)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
+def test_an_enabled_model_copies_and_pickles(through, wrapped):
+    """An enabled model can be copied and pickled, and its copy drives its own blocks."""
+    model = planned(tiny_model("llama"), {"layers": "0,2"})
+    if wrapped:
+        model = with_lora(model, "llama", lora_dropout=0.0)
+    expected = step(model, BATCH)
+    model.zero_grad()
+    twin = through(model)
+    assert_same(expected, step(twin, BATCH))
+    assert recomputed(twin) == [ALL[0], ALL[0], ALL[2], ALL[2]]  # counts are copied
+    assert recomputed(model) == [ALL[0], ALL[2]]  # the original's stay
+    enable(twin, {"layers": "1"})
+    hf_ckpt.uninstall(model)
+    step(twin, BATCH)
+    assert recomputed(twin) == [ALL[1]]
+    disable(twin)
+    again = through(twin)
+    assert not hf_ckpt.describe(again).enabled
+    enable(again)
+    step(again, BATCH)
+    assert recomputed(again) == [ALL[1], ALL[1]]
+    hf_ckpt.uninstall(twin)
+    assert_same(expected, step(twin, BATCH))

@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training.callback import METRICS_FILE, MemoryTimeCallback
 
-KNOWN = {field.name for field in dataclasses.fields(TrainingArguments)}
 # The flag's name since transformers 5.23, and the older name.
-FLAG = "activation_checkpointing" if "activation_checkpointing" in KNOWN else "gradient_checkpointing"
+NAMES = "activation_checkpointing", "gradient_checkpointing"
+FLAG = next(name for name in NAMES if name in {field.name for field in dataclasses.fields(TrainingArguments)})
 
 
 class Rows(torch.utils.data.Dataset):
@@ -32,30 +31,17 @@ class Rows(torch.utils.data.Dataset):
         return {name: values[index] for name, values in self.batch.items()}
 
 
-def arguments(folder: Path, **overrides) -> TrainingArguments:
-    values = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "seed": 0,
-        FLAG: True,
-        f"{FLAG}_kwargs": {"policy": "full"},
-    }
-    return TrainingArguments(**(values | overrides))
-
-
-def trainer(folder: Path, model=None, *, callbacks=(), evaluate: bool = False, rows=None, **overrides) -> Trainer:
+def trainer(folder: Path, model=None, *, callbacks=(), evaluate=False, rows=None, kind=Trainer, **overrides) -> Trainer:
+    """A Trainer, by default of a small LLaMA under `full`."""
     if model is None:
         model = tiny_model("llama", dropout=0.1)
         hf_ckpt.install(model)
-    return Trainer(
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    sizes = {"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "seed": 0}
+    plan = {FLAG: True, f"{FLAG}_kwargs": {"policy": "full"}}
+    return kind(
         model=model,
-        args=arguments(folder, **overrides),
+        args=TrainingArguments(output_dir=str(folder), **{**quiet, **sizes, **plan, **overrides}),
         train_dataset=Rows() if rows is None else rows,
         eval_dataset=Rows(count=4) if evaluate else None,
         callbacks=list(callbacks) or [MemoryTimeCallback()],
@@ -65,11 +51,3 @@ def trainer(folder: Path, model=None, *, callbacks=(), evaluate: bool = False, r
 def metrics(folder: Path, event: str = "log") -> list[dict]:
     lines = (folder / METRICS_FILE).read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["event"] == event]
-
-
-class StopAt(transformers.TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step

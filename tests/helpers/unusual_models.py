@@ -15,35 +15,17 @@ SIDE = IMAGE_SIZE // PATCH
 IMAGE_TOKEN = 300
 
 _SIZES = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN}
-_TEXT = {
-    **_SIZES,
-    "vocab_size": VOCABULARY,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS // 2,
-    "head_dim": HIDDEN // HEADS,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}
+_HEADS = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2, "head_dim": HIDDEN // HEADS}
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_TEXT = {**_SIZES, **_HEADS, **_TOKENS, "num_hidden_layers": LAYERS, "max_position_embeddings": 512}
 _TOWER = {**_SIZES, "image_size": IMAGE_SIZE, "patch_size": PATCH, "num_hidden_layers": 4, "num_attention_heads": HEADS}
 _LAYER_TYPES = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 _ROPES = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}
-_QWEN_TOWER = {
-    **_SIZES,
-    "depth": 4,
-    "num_heads": HEADS,
-    "patch_size": PATCH,
-    "out_hidden_size": HIDDEN,
-    "num_position_embeddings": SIDE**2,
-    "deepstack_visual_indexes": [1, 2],
-}
-_BART = {"vocab_size": VOCABULARY} | {
-    f"{side}_{key}": size
-    for side in ("encoder", "decoder")
-    for key, size in (("layers", 4), ("attention_heads", HEADS), ("ffn_dim", 2 * HIDDEN))
-}
+_QWEN_TOWER = {**_SIZES, "depth": 4, "num_heads": HEADS, "patch_size": PATCH, "out_hidden_size": HIDDEN}
+_QWEN_TOWER |= {"num_position_embeddings": SIDE**2, "deepstack_visual_indexes": [1, 2]}
+_BART = {"d_model": HIDDEN, "max_position_embeddings": 512, "decoder_start_token_id": 1}
+for _key, _size in (("layers", 4), ("attention_heads", HEADS), ("ffn_dim", 2 * HIDDEN)):
+    _BART |= {f"encoder_{_key}": _size, f"decoder_{_key}": _size}
 _CONFIGS = {
     "gemma3": {
         "text_config": {**_TEXT, "layer_types": _LAYER_TYPES, "sliding_window": 64},
@@ -67,19 +49,9 @@ _CONFIGS = {
         "vision_end_token_id": IMAGE_TOKEN + 3,
     },
     "mixtral": {**_TEXT, "num_experts_per_tok": 2, "output_router_logits": True, "num_local_experts": 4},
-    "bart": {
-        **_BART,
-        "d_model": HIDDEN,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 1,
-    },
+    "bart": {**_BART, "vocab_size": VOCABULARY, "pad_token_id": 0},
 }
-IMAGE_TOKENS = {
-    "gemma3": 16,
-    "llava": SIDE**2,
-    "qwen3_vl": SIDE**2 // 4,
-}
+IMAGE_TOKENS = {"gemma3": 16, "llava": SIDE**2, "qwen3_vl": SIDE**2 // 4}
 """Tokens that stand for one image; every sequence has one image."""
 MODELS = tuple(_CONFIGS)
 

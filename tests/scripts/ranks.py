@@ -228,13 +228,13 @@ def trained(case: Case, spec: dict[str, Any] | None) -> tuple[budgets.Trained, d
     """A training under a spec, or without hf_ckpt for None, and this rank's final weights."""
     kept = []
 
-    def row(spec: dict[str, Any] | None) -> budgets.Training:
+    def row(spec: dict[str, Any] | None) -> tuple[nn.Module, Callable[[budgets.Watch], Any]]:
         model = build(case)
         if spec is not None:
             hf_ckpt.install(model)
             enable(model, spec)
         kept.append(wrapped(model, case))
-        return budgets.Training(model, functools.partial(train, kept[0], case))
+        return model, functools.partial(train, kept[0], case)
 
     done = budgets.trained(row, spec)
     return done, shards(kept.pop())

@@ -10,32 +10,31 @@ import warnings
 import pytest
 import torch
 import transformers
-from helpers.trainers import FLAG, KNOWN, metrics, trainer
+from helpers.trainers import FLAG, metrics, trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.errors import PlanLostError
 from hf_ckpt.measure.memory import PeakMeter
-from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
 
-
-def installed(**more):
-    model = tiny_model("llama", **more)
-    hf_ckpt.install(model)
-    return model
+OFF = {FLAG: False, f"{FLAG}_kwargs": None}
 
 
 def hook_count(model: torch.nn.Module) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
+def messages(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt")]
+
+
 @pytest.mark.compat
-def test_figures_reach_the_file_the_history_and_the_console(tmp_path, capsys):
-    model = installed()
-    hooks = hook_count(model)
-    run = trainer(tmp_path, model, callbacks=[MemoryTimeCallback()])
+def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path, capsys):
+    run = trainer(tmp_path, report_to="tensorboard")
+    hooks = hook_count(run.model)
     run.train()
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -45,22 +44,25 @@ def test_figures_reach_the_file_the_history_and_the_console(tmp_path, capsys):
         assert row["time/tokens_per_s"] == pytest.approx(2 * 12 / row["time/step_s"])
         # logits of the training step: batch 2, 12 tokens, 320 entries of 4 bytes
         assert row["memory/head_gib"] * 2**30 == 2 * 12 * 320 * 4
-    start = metrics(tmp_path, "start")[0]
+    (start,) = metrics(tmp_path, "start")
     assert start["memory_source"] == PeakMeter({torch.device("cpu")}).source
     assert [row["action"] for row in start["plan"]["stacks"]["decoder"]] == ["full"] * 4
-    history = [row for row in run.state.log_history if "loss" in row]
-    assert [row["memory/peak_gib"] for row in history] == [row["memory/peak_gib"] for row in rows]
-    printed = capsys.readouterr()
-    assert "memory/peak_gib" in printed.out  # the Trainer's own console line
-    assert sum(hf_ckpt.describe(model).recomputed.values()) == 4 * 4
-    model.gradient_checkpointing_disable()
-    assert hook_count(model) == hooks
+    history = [row["memory/peak_gib"] for row in run.state.log_history if "loss" in row]
+    assert history == [row["memory/peak_gib"] for row in rows]
+    assert "memory/peak_gib" in capsys.readouterr().out  # the Trainer's own console line
+    assert sum(hf_ckpt.describe(run.model).recomputed.values()) == 4 * 4
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*")))).Reload()
+    for key in ("memory/peak_gib", "time/step_s", "time/tokens_per_s"):
+        logged = [event.value for event in events.Scalars(f"train/{key}")]
+        assert logged == pytest.approx([row[key] for row in rows], rel=1e-5), key
+    run.model.gradient_checkpointing_disable()
+    assert hook_count(run.model) == hooks
 
 
 @pytest.mark.compat
 def test_a_short_run_that_logs_nothing_still_tells_its_memory(tmp_path):
     """The callback's file has the memory even if a run ends before `logging_steps`."""
-    trainer(tmp_path, callbacks=[MemoryTimeCallback()], logging_steps=500).train()
+    trainer(tmp_path, logging_steps=500).train()
     assert metrics(tmp_path) == []
     (end,) = metrics(tmp_path, "end")
     assert end["memory/peak_gib"] > 0
@@ -70,11 +72,9 @@ def test_a_short_run_that_logs_nothing_still_tells_its_memory(tmp_path):
 @pytest.mark.long
 def test_plans_of_a_budget_are_written_with_their_predicted_peak(tmp_path):
     spec = {f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}}
-    run = trainer(tmp_path, installed(), callbacks=[MemoryTimeCallback()], max_steps=12, logging_steps=12, **spec)
-    run.train()
+    trainer(tmp_path, max_steps=12, logging_steps=12, **spec).train()
     (row,), plans = metrics(tmp_path), metrics(tmp_path, "plan")
-    predicted = plans[-1]["plan"]["prediction"]["peak_bytes"]
-    assert row["memory/predicted_gib"] * 2**30 == predicted
+    assert row["memory/predicted_gib"] * 2**30 == plans[-1]["plan"]["prediction"]["peak_bytes"]
     assert {row["action"] for row in plans[-1]["plan"]["stacks"]["decoder"]} == {"keep"}
 
 
@@ -84,27 +84,11 @@ def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(compat.torch, "is_compiling", lambda: True)
     run = trainer(tmp_path, max_steps=1)
     run.train()
-    row = metrics(tmp_path)[0]
+    (row,) = metrics(tmp_path)
     assert row["memory/peak_gib"] is None
     assert "memory/peak_gib" not in run.state.log_history[0]
     assert "time/tokens_per_s" not in row
     assert row["time/samples_per_s"] == pytest.approx(2 / row["time/step_s"])
-
-
-@pytest.mark.compat
-def test_tensorboard_event_file_has_the_figures(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = {"logging_dir": str(tmp_path)} if "logging_dir" in KNOWN else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # logging_dir is deprecated, but works in both versions
-        run = trainer(tmp_path, installed(), report_to="tensorboard", **folder)
-    run.train()  # the TensorBoard callback calls args.to_json_string()
-    events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*"))))
-    events.Reload()
-    for key in ("memory/peak_gib", "time/step_s", "time/tokens_per_s"):
-        logged = [event.value for event in events.Scalars(f"train/{key}")]
-        assert logged == pytest.approx([row[key] for row in metrics(tmp_path)], rel=1e-5), key
 
 
 class LogAtEpochEnd(transformers.TrainerCallback):
@@ -134,9 +118,7 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
     def slowly(own):
         def run_slowly(*args, **kwargs):
             ahead[0] += 3600
-            wasted = torch.ones(60_000_000)  # 229 MiB
-            assert wasted[0] == 1
-            del wasted
+            assert torch.ones(60_000_000)[0] == 1  # 229 MiB
             return own(*args, **kwargs)
 
         return run_slowly
@@ -151,24 +133,17 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
 
 
 @pytest.mark.compat
-def test_a_normal_run_warns_of_nothing_and_saves_the_config_unchanged(tmp_path, caplog):
-    model = installed()
-    config = model.config.to_dict()
-    names = ["transformers", "hf_ckpt", "accelerate"]
-    for name in names:  # transformers' logger does not propagate to caplog
-        logging.getLogger(name).addHandler(caplog.handler)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run = trainer(tmp_path, model, evaluate=True, eval_strategy="epoch", max_steps=2)
-            run.train()
-            run.save_model(str(tmp_path / "model"))
-    finally:
-        for name in names:
-            logging.getLogger(name).removeHandler(caplog.handler)
+def test_a_normal_run_warns_of_nothing_and_saves_the_config_unchanged(tmp_path, caplog, transformers_log):
+    run = trainer(tmp_path, evaluate=True, eval_strategy="epoch", max_steps=2)
+    config = run.model.config.to_dict()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train()
+        run.save_model(str(tmp_path / "model"))
     said = [str(entry.message) for entry in caught]
     assert not [text for text in said if "checkpoint" in text.lower() or "cache" in text]
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    records = [*caplog.records, *transformers_log]
+    assert not [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     saved = json.loads((tmp_path / "model" / "config.json").read_text())
     # transformers 5's Trainer always writes args.use_cache into the config, even without checkpointing
     assert saved.get("use_cache", config["use_cache"]) == getattr(run.args, "use_cache", config["use_cache"])
@@ -180,29 +155,25 @@ def test_a_plan_that_was_replaced_on_the_blocks_stops_the_run_at_step_one(tmp_pa
             model = kwargs["model"]
             type(model)._set_gradient_checkpointing(model, True, lambda fn, *args: fn(*args))
 
-    run = trainer(tmp_path, installed(), callbacks=[MemoryTimeCallback(), Replace()])
+    run = trainer(tmp_path, callbacks=[MemoryTimeCallback(), Replace()])
     with pytest.raises(PlanLostError, match=r"4 planned blocks no longer carry.*model\.layers\.0"):
         run.train()
 
 
 def test_installed_but_never_enabled_is_said(tmp_path, caplog):
-    trainer(tmp_path, installed(), max_steps=1, **{FLAG: False, f"{FLAG}_kwargs": None}).train()
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt")]
+    trainer(tmp_path, max_steps=1, **OFF).train()
+    (said,) = messages(caplog)
     assert said.startswith("hf_ckpt is installed on this model, but not enabled")
 
 
 def test_any_model_is_measured(tmp_path):
     """The callback needs neither hf_ckpt on the model nor a Hugging Face model."""
 
-    class Linear(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(12, 1)
-
+    class Linear(torch.nn.Linear):
         def forward(self, input_ids=None, attention_mask=None, labels=None):
-            return {"loss": self.layer(input_ids.float()).square().mean()}
+            return {"loss": super().forward(input_ids.float()).square().mean()}
 
-    trainer(tmp_path, Linear(), max_steps=2, **{FLAG: False, f"{FLAG}_kwargs": None}).train()
+    trainer(tmp_path, Linear(12, 1), max_steps=2, **OFF).train()
     row = metrics(tmp_path)[0]
     assert row["time/tokens_per_s"] > 0
     assert row["memory/head_gib"] is None
@@ -219,7 +190,7 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compat.distributed, "of_all_ranks", two_ranks)
     trainer(tmp_path, max_steps=1).train()
-    row, (peak, _, _, _, seconds, tokens, _) = metrics(tmp_path)[0], seen[0]
+    (row,), (peak, *_, seconds, tokens, _) = metrics(tmp_path), seen[0]
     assert row["memory/peak_gib"] * 2**30 == peak * 3
     assert row["time/step_s"] == seconds * 2
     assert row["time/tokens_per_s"] == pytest.approx((tokens + 1000) / (seconds * 2))
@@ -231,5 +202,5 @@ def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
     run = trainer(tmp_path)
     run.train()
     assert all(row["memory/peak_gib"] > 0 for row in run.state.log_history if "loss" in row)
-    (warning,) = [text for record in caplog.records if "figures are missing" in (text := record.getMessage())]
+    (warning,) = [text for text in messages(caplog) if "figures are missing" in text]
     assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: Is a directory." in warning

@@ -1,44 +1,110 @@
-"""The guard retries steps after artificial out-of-memory errors: anywhere in a step, repeatedly, above a limit.
-
-Training continues with the same results, and operations are counted.
-"""
+"""The guard retries steps that run out of memory with plans that need less, and the training goes on as if nothing had
+happened. Errors are artificial; results are compared bit by bit, and operations and attempts are counted."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import json
+import random
 import sys
 
+import numpy
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from helpers.failing import (
-    FULL,
-    HEAD,
-    MESSAGE,
-    OFFLOAD,
-    SELECTIVE,
-    Limited,
-    bytes_of,
-    forward_and_backward,
-    one_step,
-    plain,
-    seed,
-    train,
-)
+from helpers.adapters import with_lora
+from helpers.failing import MESSAGE, run_out, train
 from helpers.sparing import sparing
-from helpers.steps import assert_same, gradients, without_cache
+from helpers.steps import assert_same, enable, gradients, planned, without_cache
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ckpt
-from hf_ckpt import __main__
-from hf_ckpt.errors import OutOfPlansError
+from hf_ckpt import __main__, compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.training.guard import OomGuard, tighten
+from hf_ckpt.spec.actions import COMPILED, Action
+from hf_ckpt.spec.plan import Block, Plan
+from hf_ckpt.training import guard as guarding
+from hf_ckpt.training.guard import OomGuard, tighten, tighter_plan
 
-pytestmark = pytest.mark.usefixtures("host_memory", "little_to_collect")
+SELECTIVE, FULL, OFFLOAD = "selective (save linear, attention)", "full", "offload"
+HEAD = "the head in chunks"
 
+
+@pytest.fixture(autouse=True)
+def host_memory(monkeypatch):
+    """Pretend that the CPU has host memory: these tests check only that plans offload."""
+    monkeypatch.setattr(guarding, "lane_of", lambda device: device)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect():
+    """Hide objects of other tests from the garbage collector, which runs after every failure."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Failing(TorchDispatchMode):
+    """Counts operations and how often it was entered, and runs out of memory at some operations."""
+
+    def __init__(self, *at):
+        super().__init__()
+        self.at, self.operations, self.runs = set(at), 0, 0
+
+    def __enter__(self):
+        self.runs += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        if self.operations - 1 in self.at:
+            run_out()
+        return func(*args, **(kwargs or {}))
+
+
+def forward_and_backward(model, batch):
+    """A micro-step that draws from every source of random numbers."""
+    scale = 1 + 0.01 * (random.random() + float(numpy.random.rand()) + float(torch.rand(())))
+    loss = model(**without_cache(model, batch)).loss * scale / 2
+    loss.backward()
+    return loss.detach()
+
+
+def seed():
+    """Seed every source of random numbers."""
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+
+
+def two_micro_steps(model, guard=None, at=(), family="llama", set_to_none=True):
+    """Losses and gradients, random draws after them, and the count of what ran; the operations `at` fail."""
+    model.zero_grad(set_to_none=set_to_none)
+    seed()
+    allocator = Failing(*at)
+
+    def step(*args):
+        with allocator:  # not around the guard
+            return forward_and_backward(*args)
+
+    batches = [(model, tiny_batch(family, seed=number)) for number in range(2)]
+    losses = [step(*batch) if guard is None else guard(step, *batch) for batch in batches]
+    draws = random.random(), float(numpy.random.rand()), float(torch.rand(()))
+    return {"loss": torch.stack(losses), **gradients(model)}, draws, allocator
+
+
+def actions(model):
+    return {str(action) for _, action in hf_ckpt.describe(model).plan.actions}
+
+
+# --- retries ----------------------------------------------------------------------------------------------------------
 
 STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}
 """Operations between tested points: a prime, so that all kinds of operations are tested."""
@@ -47,38 +113,24 @@ STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}
 @pytest.mark.long
 @sparing("family", FAMILIES, "llama", "bert")
 def test_any_point_of_a_step(family):
-    expected, drawn = plain(family)
-    model = tiny_model(family, layers=2, dropout=0.1)
-    hf_ckpt.install(model, {"policy": "selective", "check_every": 0})
-    model.gradient_checkpointing_enable()
-    one_step(model, family)  # create what is made once per process
-    found, _, operations = one_step(model, family, OomGuard(model))
-    assert_same(expected, found)
-    touched = untouched = 0
+    """Also before the first gradient of the second micro-step, where the first one need not run again."""
+    expected, drawn, _ = two_micro_steps(tiny_model(family, layers=2, dropout=0.1), family=family)
+    model = planned(tiny_model(family, layers=2, dropout=0.1), {"policy": "selective", "check_every": 0})
+    two_micro_steps(model, family=family)  # create what is made once per process
+    operations = two_micro_steps(model, OomGuard(model), family=family)[2].operations
+    runs = []
     for at in [*range(0, operations, STRIDE[family]), operations - 1]:
         hf_ckpt.install(model, "selective")
         guard = OomGuard(model)
-        counts = []
-
-        def counted(step, *args, guard=guard, counts=counts):
-            def run(*args):
-                counts.append(args)
-                return step(*args)
-
-            return guard(run, *args)
-
-        found, later, _ = one_step(model, family, counted, [at])
+        found, later, allocator = two_micro_steps(model, guard, [at], family)
         assert_same(expected, found, f"out of memory at operation {at} of {operations}")
         assert later == drawn, at
         assert (guard.attempts, guard.taken) == (1, [FULL]), at
-        done = hf_ckpt.describe(model)
-        assert {str(action) for _, action in done.plan.actions} == {"full"}
-        assert set(done.recomputed.values()) <= {1, 2}  # of blocks that were recomputed
-        assert len(counts) in (3, 4)
-        touched += len(counts) == 4  # the first micro-step ran again with the second
-        untouched += len(counts) == 3
-    assert touched > 5, "no failure came after the first gradient of the second micro-step"
-    assert untouched > 5
+        assert actions(model) == {"full"}
+        assert set(hf_ckpt.describe(model).recomputed.values()) <= {1, 2}
+        runs.append(allocator.runs)
+    assert set(runs) == {3, 4}
+    assert min(runs.count(3), runs.count(4)) > 5
 
 
 @pytest.mark.parametrize(
@@ -94,88 +146,39 @@ def test_any_point_of_a_step(family):
     ids=str,
 )
 def test_from_any_plan(spec, lora, at):
-    """Gradients stay bit-equal from any plan down to offloading; without one, nothing is installed before an error."""
+    """Gradients stay bit-equal from any plan down to offloading."""
     models = [tiny_model("llama", layers=3, dropout=0.1) for _ in range(2)]
-    if lora:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.1, init_lora_weights=False)
-        for number, model in enumerate(models):
-            torch.manual_seed(5)
-            models[number] = peft.get_peft_model(model, config)
-    expected, drawn, _ = one_step(models[0], "llama")
-    model = models[1]
+    plain, model = [with_lora(model, "llama") for model in models] if lora else models
+    expected, drawn, _ = two_micro_steps(plain)
     if spec is not None:
-        hf_ckpt.install(model, spec)
-        model.gradient_checkpointing_enable()
+        planned(model, spec)
     taken = []
     for points in at:
         guard = OomGuard(model, exact=True)
-        found, later, _ = one_step(model, "llama", guard, points)
+        found, later, _ = two_micro_steps(model, guard, points)
         assert_same(expected, found, f"{spec} at {points}")
-        assert later == drawn
-        assert guard.attempts == len(points)
+        assert (later, guard.attempts) == (drawn, len(points))
         taken += guard.taken
     assert taken == [SELECTIVE, FULL, OFFLOAD][-len(taken) :]
-    assert {str(action) for _, action in hf_ckpt.describe(model).plan.actions} == {"offload"}
+    assert actions(model) == {"offload"}
     assert min(hf_ckpt.describe(model).recomputed.values()) > 0
 
 
-def trajectory(model, batches, run, zeros=False):
-    """Losses of optimizer steps with two micro-steps each, and the final weights."""
-    seed()
-    stepper = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
-    losses = []
-    for number, batch in enumerate(batches):
-        losses.append(run(forward_and_backward, model, batch))
-        if number % 2:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            stepper.step()
-            stepper.zero_grad(set_to_none=not zeros)
-    return {"loss": torch.stack(losses), **{name: value.clone() for name, value in model.state_dict().items()}}
-
-
-@pytest.mark.long
-@sparing(
-    ("family", "zeros"), [*((family, False) for family in FAMILIES), ("llama", True)], ("llama", True), ("bert", False)
-)
-def test_a_limit_is_kept_from_the_step_on_that_met_it(family, zeros):
-    """When longer batches hit the limit, the guard tightens the plan at the first of them, and keeps it."""
-    batches = [tiny_batch(family, seed=n, tokens=16 if n < 4 else 96, batch=4) for n in range(10)]
-    plainly = lambda step, *args: step(*args)  # noqa: E731
-    expected = trajectory(tiny_model(family, dropout=0.1), batches, plainly, zeros)
-    peaks = {}
-    for policy in ("none", "selective", "full"):
-        measured = tiny_model(family, dropout=0.1)
-        hf_ckpt.install(measured, {"policy": policy, "check_every": 0})
-        measured.gradient_checkpointing_enable()
-        with LiveBytes(measured) as live:
-            trajectory(measured, batches, plainly)
-        peaks[policy] = live.peak_bytes
-    assert peaks["full"] < peaks["selective"] < peaks["none"]
-    model = tiny_model(family, dropout=0.1)
-    guard, attempts = OomGuard(model), []
-
-    def run(step, *args):
-        loss = guard(step, *args)
-        attempts.append(guard.attempts)
-        return loss
-
-    with Limited((peaks["selective"] + peaks["full"]) // 2, model) as allocator:
-        found = trajectory(model, batches, run, zeros)
+def test_gradients_that_were_zeros_are_zeros_again():
+    """As after `zero_grad(set_to_none=False)`. No retry has room for a check of the watch."""
+    plain, model = (tiny_model("llama", layers=2, dropout=0.1) for _ in range(2))
+    expected, _, counted = two_micro_steps(plain)
+    two_micro_steps(model)
+    guard = OomGuard(model)
+    found, _, allocator = two_micro_steps(model, guard, [counted.operations - 9], set_to_none=False)
     assert_same(expected, found)
-    assert guard.taken == [SELECTIVE, FULL]
-    assert attempts[3] == 0, "the short batches fit"
-    assert attempts[-1] == attempts[4] == 2, "the plan stays tight"
-    assert allocator.peak_bytes > peaks["full"]
-    assert min(hf_ckpt.describe(model).recomputed.values()) > 0
-    assert hf_ckpt.describe(model).watched is None, "a check has no room where memory has run out"
+    assert (allocator.runs, guard.taken) == (4, [SELECTIVE])
+    assert hf_ckpt.describe(model).watched is None
 
 
 def test_nothing_of_a_failed_attempt_is_held():
-    model = tiny_model("llama", layers=8)
-    hf_ckpt.install(model, "none")
+    model, batch = tiny_model("llama", layers=8), tiny_batch("llama", tokens=128, batch=4)
     guard = OomGuard(model)
-    batch = tiny_batch("llama", tokens=128, batch=4)
     at_start, peak = [], []
 
     def step(live):
@@ -183,7 +186,7 @@ def test_nothing_of_a_failed_attempt_is_held():
         loss = model(**without_cache(model, batch)).loss
         peak.append(live.current_bytes)
         if len(at_start) < 3:
-            raise torch.OutOfMemoryError(MESSAGE)
+            run_out()
         loss.backward()
 
     with LiveBytes(model) as live:
@@ -192,33 +195,14 @@ def test_nothing_of_a_failed_attempt_is_held():
     assert max(at_start) - min(at_start) < 0.01 * (peak[0] - at_start[0]), (at_start, peak)
 
 
-def test_out_of_plans():
-    model = tiny_model("llama", dropout=0.1)
-    batch = tiny_batch("llama", tokens=64)
-    guard = OomGuard(model)
-    with Limited(bytes_of(model) + 20_000, model), pytest.raises(OutOfPlansError, match="no tighter plan") as raised:
-        guard(forward_and_backward, model, batch)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert should_reduce_batch_size(raised.value)  # accelerate can then reduce the batch size
-    assert guard.taken == [SELECTIVE, FULL, HEAD, OFFLOAD]
-    assert guard.attempts == 5  # without a plan, then with four
-    # The model can still train.
-    guard(forward_and_backward, model, batch)
-    assert min(hf_ckpt.describe(model).recomputed.values()) > 0
-
-
 @pytest.mark.parametrize("policy", ["budget", "auto"])
 def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", tokens=64, batch=4)
     reference = copy.deepcopy(model)
-    seed()
-    forward_and_backward(reference, batch)
-    hf_ckpt.install(model, {"policy": policy, **({"budget": "4MiB"} if policy == "budget" else {})})
-    model.gradient_checkpointing_enable()
+    planned(model, {"policy": policy, **({"budget": "4MiB"} if policy == "budget" else {})})
     for _ in range(9):  # until the plan is on
         forward_and_backward(model, batch)
         model.zero_grad(set_to_none=True)
-    seed()
     guard, predicted = OomGuard(model, exact=True), []
 
     def step(*args):
@@ -226,18 +210,21 @@ def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
         prediction = hf_ckpt.describe(model).plan.prediction
         predicted.append(prediction.peak_bytes if prediction is not None else 0)  # none if every block offloads
         if len(predicted) < 3:
-            raise torch.OutOfMemoryError(MESSAGE)
+            run_out()
 
+    seed()
     guard(step, model, batch)
     assert guard.taken[0].startswith("a plan for ")
     assert predicted[1] <= 0.9 * predicted[0]
     assert predicted[2] < predicted[1]
+    seed()
+    forward_and_backward(reference, batch)
     assert_same(gradients(reference), gradients(model))
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
     while tighten(model, exact=True):  # ends at last; a larger batch does not restore the policy
         pass
     forward_and_backward(model, tiny_batch("llama", tokens=96, batch=4))
-    assert {str(action) for _, action in hf_ckpt.describe(model).plan.actions} == {"offload"}
+    assert actions(model) == {"offload"}
 
 
 # --- Trainers ---------------------------------------------------------------------------------------------------------
@@ -246,30 +233,264 @@ def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """History and weights of a training that never runs out of memory."""
-    return train(tmp_path_factory.mktemp("plain"), ())[1:]
+    return train(tmp_path_factory.mktemp("plain"))[1:]
 
 
-def test_trainer_goes_on_as_if_nothing_had_happened(tmp_path, undisturbed):
+def test_a_trainer_goes_on_as_if_nothing_had_happened(tmp_path, undisturbed):
     history, weights = undisturbed
-    trainer, found, others = train(tmp_path / "guarded", (hf_ckpt.OomGuardMixin,), at=(1, 4, 7))
+    trainer, found, others = train(tmp_path, hf_ckpt.OomGuardMixin, at=(1, 4, 7))
     assert found == history
     assert_same({"loss": None, **weights}, {"loss": None, **others})
     assert (trainer.oom_guard.attempts, trainer.oom_guard.taken) == (3, [SELECTIVE, FULL, HEAD])
-    assert type(trainer).calls > 12 + 3 - 1  # 12 micro-steps, three of them retried, and the micro-steps before them
+    assert trainer.calls > 12 + 3 - 1  # 12 micro-steps, three of them retried, and the micro-steps before them
     assert min(hf_ckpt.describe(trainer.model).recomputed.values()) > 0
 
 
 def test_on_the_command_line(tmp_path, monkeypatch, undisturbed):
-    script = tmp_path / "script.py"
+    script, out = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text(
         "import json, sys\n"
         "from helpers.failing import train\n"
-        "trainer, history, _ = train(sys.argv[1], (), at=(2,))\n"
-        "found = {'attempts': trainer.oom_guard.attempts, 'taken': trainer.oom_guard.taken, 'history': history}\n"
-        "open(sys.argv[2], 'w').write(json.dumps(found))\n"
+        "trainer, history, _ = train(sys.argv[1], at=(2,))\n"
+        "open(sys.argv[2], 'w').write(json.dumps([trainer.oom_guard.attempts, trainer.oom_guard.taken, history]))\n"
     )
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    out = tmp_path / "found.json"
-    assert __main__.main(["--oom-guard", str(script), str(tmp_path / "guarded"), str(out)]) == 0
-    assert json.loads(out.read_text()) == {"attempts": 1, "taken": [SELECTIVE], "history": undisturbed[0]}
+    assert __main__.main(["--oom-guard", str(script), str(tmp_path), str(out)]) == 0
+    assert json.loads(out.read_text()) == [1, [SELECTIVE], undisturbed[0]]
+
+
+# --- what cannot be retried, and what is left alone -------------------------------------------------------------------
+
+
+def test_out_of_plans():
+    model, batch = tiny_model("llama", dropout=0.1), tiny_batch("llama")
+    guard = OomGuard(model)
+    with pytest.raises(OutOfPlansError, match="no tighter plan") as raised:
+        guard(lambda: (forward_and_backward(model, batch), run_out()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert should_reduce_batch_size(raised.value)  # accelerate can then reduce the batch size
+    assert guard.taken == [SELECTIVE, FULL, HEAD, OFFLOAD]
+    assert guard.attempts == 5  # without a plan, then with four
+    guard(forward_and_backward, model, batch)  # the model can still train
+    assert min(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
+def test_other_errors_pass_and_leave_the_guard_usable():
+    models = [tiny_model("llama", layers=2, dropout=0.1) for _ in range(2)]
+    expected, _, _ = two_micro_steps(models[0])
+    guard = OomGuard(models[1])
+
+    def broken(*args):
+        forward_and_backward(*args)
+        raise ValueError("of the user's own")
+
+    with pytest.raises(ValueError, match="of the user's own"):
+        guard(broken, models[1], tiny_batch("llama"))
+    assert guard.attempts == 0
+    assert installation(models[1]) is None
+    assert_same(expected, two_micro_steps(models[1], guard, [900])[0])
+    assert guard.attempts == 1
+
+
+def test_gradients_of_before_cannot_be_computed_again():
+    model, batch = tiny_model("llama", layers=2), tiny_batch("llama")
+    forward_and_backward(model, batch)
+    guard = OomGuard(model)
+    with Failing(10):  # in the forward, before gradients change
+        guard(forward_and_backward, model, batch)
+    assert guard.attempts == 1
+    with Failing() as counted:
+        OomGuard(model)(forward_and_backward, model, batch)
+    with Failing(counted.operations - 9), pytest.raises(OutOfPlansError, match="gradients before the guarded steps"):
+        OomGuard(model)(forward_and_backward, model, batch)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
+def test_an_optimizer_inside_backward_is_noticed(kind):
+    """Even fused ones, which do not mark weights as changed."""
+    model, batch = tiny_model("llama", layers=2), tiny_batch("llama")
+    for parameter in model.parameters():
+        optimizer = kind([parameter], lr=0.1)
+
+        def step_and_forget(parameter, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step_and_forget)
+    for _ in range(2):  # the first one creates optimizer state
+        with Failing() as counted:
+            forward_and_backward(model, batch)
+    with Failing(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
+        OomGuard(model)(forward_and_backward, model, batch)
+
+
+def test_weights_outside_the_model_are_not_trained_twice():
+    """A retry does not add gradients of the loss's own weights twice, although they come before the model's."""
+    found = []
+    for failing in ([], [True]):
+        model = tiny_model("llama", layers=2)
+        torch.manual_seed(0)
+        outside = nn.Linear(32, 1)
+        guard, attempts = OomGuard(model, also=outside.parameters()), len(failing)
+
+        def step(model=model, outside=outside, failing=failing):
+            hidden = model.model(**without_cache(model, {"input_ids": tiny_batch("llama")["input_ids"]}))[0]
+            if failing:
+                failing.clear()
+                hidden.register_hook(run_out)
+            outside(hidden).square().mean().backward()
+
+        guard(step)
+        found.append({"loss": None, **gradients(model), **gradients(outside)})
+        assert guard.attempts == attempts
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(("zero", "fused"), [("before", False), ("after", True), ("never", False)])
+def test_steps_that_end_themselves_are_not_kept(zero, fused):
+    """If steps include the optimizer, the guard stores only the current one: earlier ones must not be repeated."""
+    model = tiny_model("llama", layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    guard = OomGuard(model)
+
+    def step():
+        if zero == "before":
+            optimizer.zero_grad()
+        loss = model(**without_cache(model, tiny_batch("llama"))).loss
+        if zero != "never":
+            loss.backward()
+            optimizer.step()
+        if zero == "after":
+            optimizer.zero_grad()
+
+    for _ in range(4):
+        guard(step)
+    assert len(guard._steps) == 1
+
+
+def test_a_guard_inside_the_same_guard_and_one_inside_another():
+    model = tiny_model("llama", layers=2)
+    guard, tries = OomGuard(model), []
+
+    def step():
+        tries.append(0)
+        if len(tries) == 2:
+            torch.empty(1 << 60, dtype=torch.uint8)  # a real error of the allocator
+        forward_and_backward(model, tiny_batch("llama"))
+
+    for _ in range(2):
+        guard(lambda: guard(step))
+    assert (len(tries), guard.attempts, guard.taken) == (3, 1, [SELECTIVE])
+
+    def give_up():
+        raise OutOfPlansError(MESSAGE)
+
+    with pytest.raises(OutOfPlansError):
+        guard(give_up)
+    assert guard.attempts == 1
+
+
+def test_a_plan_that_cannot_be_put_on_hides_nothing():
+    model = planned(tiny_model("llama", layers=2), "full")
+    with pytest.raises(OutOfPlansError, match="out of memory") as raised:
+        OomGuard(model.model)(run_out)  # an inner model of an installed one
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["FSDPLinear", "DeepSpeedEngine", "ranks"])
+def test_several_ranks_are_refused(what, late, monkeypatch):
+    """The guard refuses several ranks, also if the model is wrapped or sharded after the guard was created."""
+    with pytest.raises(NoBlocksError):
+        OomGuard(nn.Linear(2, 2))
+    model = tiny_model("llama", layers=2)
+    guard = OomGuard(model) if late else None
+    if what == "ranks":
+        monkeypatch.setattr(compat.distributed, "ranks", lambda: 2)
+    else:
+        model.inner = type(what, (nn.Linear,), {})(2, 2)
+    with pytest.raises(HfCkptError, match="policy: budget"):
+        (guard or OomGuard(model))(forward_and_backward, model, tiny_batch("llama"))
+
+
+def accelerator_error(code):
+    """An error that torch (since 2.8) raises with the code of the driver."""
+    error = getattr(torch, "AcceleratorError", type("AcceleratorError", (RuntimeError,), {}))("driver error")
+    error.error_code = code
+    return error
+
+
+@pytest.mark.compat
+def test_what_counts_as_out_of_memory():
+    texts = (
+        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "MPS backend out of memory (MPS allocated: 1 GB)",
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "Native API failed: UR_RESULT_ERROR_OUT_OF_RESOURCES",
+        "HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+        "NPU out of memory. Tried to allocate 1 GiB",
+        "ERR00100 PTA call acl api failed. EL0004: Failed to allocate memory.",
+        "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1",
+    )
+    errors = [torch.OutOfMemoryError(MESSAGE), MemoryError(), accelerator_error(2), *map(RuntimeError, texts)]
+    others = [RuntimeError("The size of tensor a (3) must match"), ValueError("out of memory"), accelerator_error(700)]
+    assert [error for error in errors if not compat.devices.is_out_of_memory(error)] == []
+    assert not any(map(compat.devices.is_out_of_memory, [*others, KeyboardInterrupt()]))
+
+
+# --- the next plan that needs less memory -----------------------------------------------------------------------------
+
+
+def test_nothing_is_offloaded_where_there_is_no_host_memory(monkeypatch):
+    monkeypatch.setattr(guarding, "lane_of", lambda device: None)
+    model = planned(tiny_model("llama"), {"segments": 2})
+    assert [tighten(model), tighten(model)] == [HEAD, None]
+    assert hf_ckpt.describe(model).plan.segments()
+
+
+def test_where_the_first_plan_comes_from():
+    stock = tiny_model("llama")
+    enable(stock, {"use_reentrant": False})
+    assert tighten(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already
+    waiting = tiny_model("llama")
+    hf_ckpt.install(waiting, {"policy": "full", "layers": "0-1", "check_every": 7, "determinism_check": "none"})
+    assert "full" in tighten(waiting)
+    assert len(hf_ckpt.describe(waiting).forwards) == 2
+    assert tighten(waiting) == SELECTIVE
+    spec = installation(waiting).spec
+    assert (spec.check_every, spec.determinism_check) == (7, "none")
+    enable(waiting)  # a bare call keeps the tighter plan
+    assert installation(waiting).spec == spec
+    assert actions(waiting) == {SELECTIVE, FULL}
+
+
+MOVED, LINEARS_TOO = (Action("selective", ("linear", "attention"), moved=moved) for moved in (True, False))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("actions", "chunks", "names"),
+    [
+        ([Action("keep")] * 2, True, [SELECTIVE, FULL, HEAD, OFFLOAD]),
+        ([Action("keep"), Action("full")], False, [SELECTIVE, FULL, OFFLOAD]),
+        ([MOVED, Action("full")], False, [OFFLOAD, OFFLOAD]),
+        ([MOVED, LINEARS_TOO], False, ["offload and full", OFFLOAD]),
+        ([Action("full", segment=0)] * 3, False, [OFFLOAD]),
+        ([Action("offload")], True, [HEAD]),
+        ([Action("offload")], False, []),
+        ([Action("compiled", share=1.0), COMPILED], True, ["compiled (share 0)", HEAD]),
+    ],
+)
+def test_tighter_plans(actions, chunks, names):
+    pairs = ((Block(f"layers.{n}", "layers", n, "Layer"), action) for n, action in enumerate(actions))
+    plan, found = Plan("llama", "Model", tuple(pairs)), []
+    while (step := tighter_plan(plan, chunks=chunks)) is not None:
+        assert step[0] != plan
+        plan = step[0]
+        found.append(step[1])
+    assert found == names
+    last = str(COMPILED) if COMPILED in actions else OFFLOAD
+    assert [str(action) for _, action in plan.actions] == [last] * len(actions)
+    assert (plan.head == "auto") == (HEAD in names)
