@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 
@@ -13,7 +12,6 @@ import torch._inductor.config
 from accelerate.utils import compile_regions
 from helpers.adapters import with_lora
 from helpers.compiled import each_block, each_block_replaced, kept
-from helpers.processes import SCRIPTS, python
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, planned, step
 from torch._inductor.exc import InvalidCxxCompiler
@@ -265,23 +263,22 @@ def test_verify_compares_with_the_same_blocks_at_share_1(graphs, monkeypatch):
 # --- caches on disk, and the user's passes --------------------------------------------------------------------------
 
 
-def process(folder, *shares):
-    extra = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    done = python(SCRIPTS / "graph_cache.py", *shares, extra=extra, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.mark.slow
-def test_a_second_process_finds_the_graphs_of_the_first(tmp_path):
-    """A second process finds the graphs for forward and backward of the same share, and no others."""
-    (first,) = process(tmp_path, "0.5")
-    again, other = process(tmp_path, "0.5", "0")
-    for found, hits in ((first, 0), (other, 0), (again, 1)):
-        assert found["graphs"] == {"hit": 2 * hits, "miss": 2 - 2 * hits, "bypass": 0}
-        assert found["autograd"] == {"hit": hits, "miss": 1 - hits, "bypass": 0}
-    assert again["in_graphs"] == first["in_graphs"] == 2
-    assert again["gradients"] == first["gradients"]
+def test_graphs_on_disk_are_found_by_their_share(tmp_path, monkeypatch):
+    """As in a second process: the graphs for forward and backward of the same share are found, and no others."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters, found = torch._dynamo.utils.counters, []
+    for share, hits in ((0.5, 0), (0.5, 1), (0.0, 0)):
+        torch._dynamo.reset()
+        engine._compiled.cache_clear()
+        counters.clear()
+        model = compiled({"share": share})
+        found.append(step(model, tiny_batch("llama", tokens=32)))
+        assert len(hf_ckpt.describe(model).in_graphs) == 2
+        for kind, name, graphs in (("inductor", "fxgraph_cache", 2), ("aot_autograd", "autograd_cache", 1)):
+            counted = [counters[kind][f"{name}_{word}"] for word in ("hit", "miss", "bypass")]
+            assert counted == [graphs * hits, graphs * (1 - hits), 0], (share, kind)
+    assert_same(*found[:2])
 
 
 def test_another_pass_over_graphs_is_refused():

@@ -231,8 +231,7 @@ def test_a_copy_of_data_parallel_is_an_error():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("t5", {"label_smoothing_factor": 0.1})])
 def test_trainer(name, options, tmp_path, whole):
     """Chunks fit the Trainer, which divides losses by `num_items_in_batch`, or smooths labels."""
     batch = tiny_batch(name, batch=12, tokens=32)

@@ -82,11 +82,6 @@ def changes_a_norm(block, hidden, shift):
     return functional.silu(result) * result + block.one(hidden)
 
 
-def adds_its_norm(block, hidden, shift):
-    hidden.add_(block.norm(hidden.clone()))
-    return functional.silu(hidden) * hidden
-
-
 def adds_to_what_it_has_read(block, hidden, shift):
     result = torch.tanh(hidden)
     hidden.add_(1.0)
@@ -119,7 +114,7 @@ IN_16_BITS = (adds_a_norm_to_its_input, adds_to_a_residual)
 """Changes that autograd itself refuses in float32."""
 OF_THEIR_INPUT = (adds_to_its_input, scales_its_input, drops_its_input)
 """Changes of what a block would be recomputed from. If it is not recomputed, they are harmless."""
-OF_WHAT_IS_SAVED = (adds_its_norm, adds_to_what_it_has_read, adds_a_norm_to_its_input)
+OF_WHAT_IS_SAVED = (adds_to_what_it_has_read, adds_a_norm_to_its_input)
 """Changes of its input after something else that is rebuilt has read it."""
 BEHIND_ITS_BACK = (clamps_without_a_graph, writes_data)
 """Changes that autograd does not count for what it saves. No model of transformers makes them."""
