@@ -122,6 +122,7 @@ FULL = {**ON, KWARGS: {"policy": "full"}}
 UNSAFE = {"preserve_rng_state": False}
 SHARDED = {**FSDP2, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
 LORA = {"lora_r": 8, "lora_target_modules": "all-linear"}
+DROPOUT, SELECTIVE = {**LORA, "lora_dropout": 0.1, **ON}, {"policy": "selective", **UNSAFE}
 # code, the file with the fault, without it; of each: keys, launcher's config, model's config
 CASES = [
     ("spec", ({**ON, KWARGS: {"polcy": "full"}},), (FULL,)),
@@ -133,11 +134,7 @@ CASES = [
     ("own-offloading", ({"activation_offloading": "legacy"},), ({"activation_offloading": False},)),
     ("adapter-layers", ({"lora_r": 8},), (LORA,)),
     ("deepspeed-block", ({"deepspeed": {"activation_checkpointing": {}}},), ({"deepspeed": "no-such-file"},)),
-    (
-        "redrawn-dropout",
-        ({**LORA, "lora_dropout": 0.1, **ON, KWARGS: {"policy": "full", **UNSAFE}},),
-        ({**LORA, "lora_dropout": 0.1, **ON, KWARGS: {"policy": "selective", **UNSAFE}},),
-    ),
+    ("redrawn-dropout", ({**DROPOUT, KWARGS: {"policy": "full", **UNSAFE}},), ({**DROPOUT, KWARGS: SELECTIVE},)),
     ("redrawn-dropout", ({}, SHARDED, {"resid_pdrop": 0.1}), ({}, SHARDED, {"classifier_dropout": 0.1})),
     ("redrawn-dropout", ({}, SHARDED, {"resid_pdrop": 0.1}), ({}, FSDP2, {"resid_pdrop": 0.1})),
 ]

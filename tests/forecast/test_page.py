@@ -117,19 +117,16 @@ def test_a_page_that_other_machines_reach_reads_no_files(host, monkeypatch):
     assert built == [host in ("127.0.0.1", "localhost")]
 
 
-@pytest.mark.parametrize(
-    ("package", "words", "message"),
-    [
+def test_a_missing_package_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for package, words, message in (
         ("gradio", "app", "hf-ckpt app needs `gradio`, which is not installed. Install it with: pip install gr"),
         ("plotly.io", "plan mini-gpt2 --html r.html", "a report in HTML needs `plotly`, which is not installed"),
-    ],
-)
-def test_a_missing_package_is_named(package, words, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)
-    assert main.main(words.split()) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert main.main(words.split()) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert message in line
 
 
 def test_the_space_is_the_app_and_says_what_it_needs():

@@ -226,9 +226,8 @@ def scales_of(model: Any) -> list[torch.Tensor]:
     """What bitsandbytes keeps beside quantised weights: scales, and scales of scales."""
     weights = (getattr(module, "weight", None) for module in model.modules())
     states = [weight.quant_state for weight in weights if hasattr(weight, "quant_state")]
-    return [tensor for state in states for half in (state, state.state2) for tensor in (half.absmax, half.code)] + [
-        state.offset for state in states
-    ]
+    scales = [(state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code) for state in states]
+    return list(itertools.chain(*scales))
 
 
 def count(training: Training, model: Any, reference: Any = None) -> int:

@@ -9,7 +9,6 @@ from helpers.steps import assert_same, enable, recomputed, step
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import hf_ckpt
 from hf_ckpt import Family
@@ -20,36 +19,15 @@ from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix
 from hf_ckpt.models.families import register_family
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
-TOKENS = {"vocab_size": 320, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-SIZES = {"hidden_size": 32, "num_attention_heads": 4}
-DEPTH = {"num_hidden_layers": 3, "intermediate_size": 64, "max_position_embeddings": 64}
-DECODER = {**SIZES, **DEPTH, "num_key_value_heads": 2, "head_dim": 8}
-ENCODER = {**SIZES, **DEPTH, "embedding_size": 32}
-GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-NEO = {"hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64, "window_size": 8}
-NEO |= {"attention_types": [[["global", "local", "global"], 1]]}
-# Stacks of different depths, to reveal mix-ups.
-SEQ2SEQ = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
-SEQ2SEQ |= {"decoder_start_token_id": 0}
-CONFIGS = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), (AutoModelForCausalLM, DECODER, "decoder")
-    ),
-    "gpt2": (AutoModelForCausalLM, GPT, "decoder"),
-    "gptj": (AutoModelForCausalLM, {**GPT, "rotary_dim": 4}, "decoder"),
-    "gpt_neo": (AutoModelForCausalLM, NEO, "decoder"),
-    "gpt_neox": (AutoModelForCausalLM, DECODER, "decoder"),
-    **dict.fromkeys(
-        ("bert", "roberta", "electra", "camembert", "xlm-roberta"), (AutoModelForMaskedLM, ENCODER, "encoder")
-    ),
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5"), (AutoModelForSeq2SeqLM, SEQ2SEQ, None)),
-}
-
-
-def model_of_type(model_type):
-    auto, keys, _ = CONFIGS[model_type]
-    torch.manual_seed(0)
-    return auto.from_config(transformers.AutoConfig.for_model(model_type, **TOKENS, **keys)).train()
+# Sizes by the names of every model type; each takes its own. Stacks have different depths, to reveal mix-ups.
+TOKENS = {"vocab_size": 320, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 0}
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
+ALL_SIZES = {**TOKENS, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "embedding_size": 32}
+ALL_SIZES |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+ALL_SIZES |= {"attention_types": [[["global", "local", "global"], 1]], "window_size": 8}
+ALL_SIZES |= {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+DEPTHS = {"bert": {"encoder": 3}, "t5": {"encoder": 3, "decoder": 2}}
+AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 
 
 def random_batch():
@@ -80,11 +58,11 @@ def rows():
 )
 def test_every_model_type_of_every_row(row, model_type):
     """Blocks are found as the row says; `full` recomputes each once, with equal gradients."""
-    model = model_of_type(model_type)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **ALL_SIZES)
+    model = AUTO.get(row.name, transformers.AutoModelForCausalLM).from_config(config).train()
     found = find_blocks(model)
-    only_stack = CONFIGS[model_type][2]
-    assert found.family == row.name
-    assert depths(found) == ({only_stack: 3} if only_stack else {"encoder": 3, "decoder": 2})
+    assert (found.family, depths(found)) == (row.name, DEPTHS.get(row.name, {"decoder": 3}))
     expected = step(model, random_batch())
     hf_ckpt.install(model)
     enable(model)
@@ -133,9 +111,8 @@ def test_generic_stacks_are_named_after_their_paths():
     """Generic stacks are called `encoder` and `decoder` if that is clear, else by their path; names are unique."""
     bart = other_model("BartForConditionalGeneration", encoder_layers=2, decoder_layers=3)
     assert depths(find_blocks(bart)) == {"encoder": 2, "decoder": 3}
-    side = {**SIZES, "intermediate_size": 64}
     text, image = {"num_hidden_layers": 2, **TOKENS}, {"num_hidden_layers": 3, "image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config={**side, **text}, vision_config={**side, **image})
+    config = transformers.CLIPConfig(text_config={**SIZES, **text}, vision_config={**SIZES, **image})
     stacks = {"text_model.encoder.layers": 2, "vision_model.encoder.layers": 3}
     assert depths(find_blocks(transformers.CLIPModel(config))) == stacks
 

@@ -44,7 +44,7 @@ SPEC = {"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preser
         ("spec.json", json.dumps(SPEC), SPEC),
         *((name, yaml.safe_dump(SPEC, sort_keys=False), SPEC) for name in ("spec.yaml", "spec.yml", "spec.txt")),
         ("spec", "{policy: full, layers: 2-}", {"layers": "2-"}),
-        ("spec", '\ufeff{"policy": "none"}', {"policy": "none"}),  # as Windows editors write
+        ("spec.json", '\ufeff{"policy": "none"}', {"policy": "none"}),  # as Windows editors write
         (
             "spec",
             "policy: &p full\nrules: [{policy: *p, layers: 0}]",
