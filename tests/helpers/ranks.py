@@ -32,7 +32,7 @@ class Case:
     order: str = "before"
     """Enabled `before` or `after` the model is wrapped; `stock`: transformers' reentrant checkpointing."""
     owner: str = "ours"
-    """Who checkpoints under accelerate: hf_ckpt, accelerate (`theirs`), or both, with accelerate enabled later."""
+    """Who is asked to checkpoint under accelerate: hf_ckpt, or accelerate, too (`both`)."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of DistributedDataParallel."""
     half: bool = False

@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from helpers import budgets
 from helpers.adapters import with_lora
 from helpers.ranks import Case
@@ -316,10 +318,6 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def accelerator_with_fsdp2() -> Any:
     """accelerate's own FSDP2. It drops the plugin if processes have no GPU, but its code also works on the CPU."""
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -350,17 +348,18 @@ def in_accelerate(case: Case) -> dict[str, Any]:
     model = build(case)
     keys = list(model.state_dict())
     hf_ckpt.install(model)
-    plugin.activation_checkpointing = case.owner == "theirs"
+    plugin.activation_checkpointing = case.owner == "both"
     result["enabling"] = refusal(model.gradient_checkpointing_enable, {"policy": "full"})
-    result["enabled"] = hf_ckpt.describe(model).enabled
-    plugin.activation_checkpointing = case.owner != "ours"
-    if case.owner == "theirs":
-        hf_ckpt.uninstall(model)
+    plugin.activation_checkpointing = False
+    model.gradient_checkpointing_enable({"policy": "full"})
+    plugin.activation_checkpointing = case.owner == "both"
     prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     result["units"] = [type(module).__name__ for module in prepared.modules() if isinstance(module, FSDPModule)]
     result["looking for lost blocks"] = refusal(lost_blocks, prepared)
-    result["installing"] = refusal(hf_ckpt.install, prepared)
-    if case.owner == "ours":
+    if case.owner == "both":
+        hf_ckpt.uninstall(model)
+        result["installing"] = refusal(hf_ckpt.install, prepared)
+    else:
         with counted_calls(prepared) as calls:
             accelerator.backward(prepared(**tiny_batch("llama", seed=7 + dist.get_rank())).loss)
         result |= {**counts(prepared, calls, []), "same_keys": list(prepared.state_dict()) == keys}
