@@ -65,18 +65,15 @@ def test_help_and_wrong_words_are_answered_before_torch_is_imported(tmp_path):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    ("words", "models"),
-    [
+def test_check_of_every_family(capsys):
+    for words, models in (
         ("--spec layers=0,-1 --bf16", "llama gpt2 bert t5"),
         ("--spec head=4", "llama gpt2 t5"),  # BERT's head is no projection onto a vocabulary
         ('--spec {"layers":{"decoder":"0"}}', "llama gpt2 t5"),
-    ],
-)
-def test_check_of_every_family(words, models, capsys):
-    assert main(["check", *words.split(), "--json", "--tokens", "8"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["model"], row["ok"]) for row in rows] == [(f"{model} (random)", True) for model in models.split()]
+    ):
+        assert main(["check", *words.split(), "--json", "--tokens", "8"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [(row["model"], row["ok"]) for row in rows] == [(f"{name} (random)", True) for name in models.split()]
 
 
 def test_check_of_saved_models_and_what_it_cannot_check(tmp_path, capsys, monkeypatch):

@@ -119,8 +119,6 @@ def test_segments_are_offered_in_every_number_that_can_be_best():
 
 GIGA = 10**9  # bytes per second: one byte takes a nanosecond
 SAVED = dataclasses.replace(SELECTIVE, moved=True)
-
-
 MOVABLE = {SELECTIVE: Cost(Part(26, 14, 1), Part(16, -24, 2)), FULL: Cost(Part(29, 4, 1), Part(30, -24, 3))}
 """Blocks that keep 14 bytes under `selective`, and their inputs of 4 bytes under `full`."""
 

@@ -1,7 +1,5 @@
 """Costs from measured steps: a simulated machine needs exactly what a few of its steps predict."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -4,8 +4,6 @@ A peak is predicted from a config file, as `hf-ckpt plan` does, and counted in t
 the same plan. (In the first step, `selective` also checks that rebuilding is exact, which takes memory of its own.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -53,15 +53,14 @@ def test_public_names_are_loaded_on_first_use():
         hf_ckpt.instal  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("code", "files"),
-    [
+def test_models_are_changed_in_attach_only():
+    """Only `attach` writes checkpointing flags, functions and hooks of a user's model.
+
+    Outside of it: keys of a config, the inputs of a model without weights, and counts of tokens and bytes.
+    """
+    for code, files in (
         (r"_gradient_checkpointing_func", ["attach/record"]),
-        # Outside of `attach`: keys of a config, the inputs of a model without weights, and counts of tokens and bytes.
         (r"\bsetattr\(", ["attach/process", "attach/record", "forecast/model"]),
         (r"\.register_\w*hook\(", ["attach/attach", "attach/boundaries", "forecast/run", "training/callback"]),
-    ],
-)
-def test_models_are_changed_in_attach_only(code, files):
-    """Only `attach` writes checkpointing flags, functions and hooks of a user's model."""
-    assert [name for name, text in TEXTS.items() if re.search(code, text)] == files
+    ):
+        assert [name for name, text in TEXTS.items() if re.search(code, text)] == files

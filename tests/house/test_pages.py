@@ -1,7 +1,5 @@
 """The README, docs and CONTRIBUTING: shown code runs, links exist, and claims hold."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
