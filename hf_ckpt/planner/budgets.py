@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -95,6 +96,9 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         device: name of the row whose speed was assumed.
     """
     course = timeline(costs, choice)
+    stacks: collections.Counter[str] = collections.Counter()
+    for call, action in zip(costs.calls, choice, strict=True):
+        stacks[call.blocks[0].stack] += max(0, call.costs[action].kept_bytes)
     prediction = Prediction(
         peak_bytes=course.peak_bytes,
         step_seconds=step_nanoseconds(costs, choice) / 1e9,
@@ -102,6 +106,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         parts=tuple(course.worst.parts().items()),
         budget_bytes=budget_bytes,
         device=device,
+        stacks=tuple(stacks.items()),
     )
     pairs = tuple(_pairs(costs, choice))
     if costs.blocks:

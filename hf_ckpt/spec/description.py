@@ -75,12 +75,15 @@ class Description:
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
+        stacks = self.plan.prediction.stacks if self.plan.prediction else ()
+        kept = [f"{stack} {format_bytes(size)}" for stack, size in stacks]
         calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
         not_counted = "in graphs of torch.compile, where nothing is counted"
         lines = {
             f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}": True,
             f"  not the plan of the run yet: {self.measuring}": self.measuring,
             f"  predicted: {self.plan.prediction}": self.plan.prediction,
+            f"    of that, kept by blocks: {', '.join(kept)}": len(kept) > 1,
             f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan": self.measured_bytes,
             f"  plans for batches of {len(self.plans)} sizes:": len(self.plans) > 1,
             **{

@@ -55,6 +55,8 @@ class Prediction:
     """The budget that the plan was made for; None without one."""
     device: str = ""
     """Name of the device whose speed was assumed."""
+    stacks: tuple[tuple[str, int], ...] = ()
+    """What the blocks of each stack keep for the backward, as (stack, bytes)."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -72,13 +74,14 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Prediction.from_dict` reads back."""
-        return {**dataclasses.asdict(self), "parts": dict(self.parts)}
+        return {**dataclasses.asdict(self), "parts": dict(self.parts), "stacks": dict(self.stacks)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
-        return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds})
+        stacks = tuple(data.get("stacks", {}).items())
+        return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds, "stacks": stacks})
 
 
 @dataclasses.dataclass(frozen=True)

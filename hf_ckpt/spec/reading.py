@@ -41,7 +41,8 @@ class Rule:
     """One exception to the policy of a spec. If several match a block, the last one counts."""
 
     policy: str
-    """The policy of its blocks: `none`, `full`, `selective`, `full+selective` or `offload`."""
+    """The policy of its blocks: `none`, `full`, `selective`, `full+selective` or `offload`; or the spec's own, `budget`
+    or `auto`."""
     layers: str | None = None
     """The blocks, as in `Spec.layers`; None for every block of `stack`."""
     stack: str | None = None
@@ -233,7 +234,7 @@ def _read_rule(given: Any) -> Rule:
 RULE_READERS: dict[str, Reader] = {
     "stack": _optional(str),
     "layers": _optional(_read_layer_text),
-    "policy": one_of(*(policy for policy in POLICIES if policy not in ("budget", "auto"))),
+    "policy": one_of(*POLICIES),
     "save": _read_save,
     "share": _optional(_read_share),
 }

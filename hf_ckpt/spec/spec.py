@@ -69,7 +69,8 @@ class Spec:
     """True moves the hidden states that `full` saves to host memory, as Hugging Face's flag does. "saved" moves what
     `selective` saves."""
     rules: tuple[Rule, ...] = ()
-    """Exceptions to `policy`. If several match a block, the last one counts."""
+    """Exceptions to `policy`. If several match a block, the last one counts. Under `budget` and `auto`, each is of a
+    whole stack, whose blocks the plan leaves as they are."""
     preserve_rng_state: bool = True
     """Whether a recomputation draws the same random numbers as the forward, for dropout."""
     determinism_check: str = "default"
@@ -118,6 +119,11 @@ class Spec:
     def is_planned(self) -> bool:
         """Whether the plan is made in the first steps of a run, as with `budget` and `auto`."""
         return self.policy in PLANNED_POLICIES
+
+    def is_fixed(self, stack: str) -> bool:
+        """Whether a rule says what the blocks of a stack get, so that `budget` and `auto` do not choose."""
+        policies = [rule.policy for rule in self.rules if rule.stack in (None, stack)]
+        return self.is_planned and bool(policies) and policies[-1] != self.policy
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict without defaults, which `Spec.parse` reads back to an equal spec."""
@@ -208,6 +214,8 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
         )
+    if isinstance(given.get("policy"), Mapping):
+        given = {**given, **_of_stacks(given["policy"], given.get("rules"))}
     values, problems = read_keys(given, READERS, _FOREIGN_KEYS)
     # Keys whose value is unknown, because it is invalid or the key is misspelt.
     broken = {key for key in given if key in READERS and key not in values}
@@ -223,6 +231,16 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
     if problems:
         raise SpecError(problems, source)
     return spec
+
+
+def _of_stacks(policies: Mapping[Any, Any], rules: Any) -> dict[str, Any]:
+    """Return the keys for a policy of each stack: one policy, and rules, which come before those that are given.
+
+    Stacks without a policy are planned, too, if a stack has `budget` or `auto`; otherwise they are left as they are.
+    """
+    planned = [policy for policy in policies.values() if policy in PLANNED_POLICIES]
+    own = [{"stack": str(stack), "policy": policy} for stack, policy in policies.items()]
+    return {"policy": planned[0] if planned else "none", "rules": own if rules is None else [*own, *rules]}
 
 
 def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
@@ -259,8 +277,14 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
         yield "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`."
     if spec.layers is not None and every:
         yield "`layers` and `every_n_layers` both choose blocks; give one of them."
-    if planned and (choosing or spec.rules):
-        yield f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}."
+    parts = spec.rules and (compiled or any(rule.layers is not None for rule in spec.rules))
+    if planned and (choosing or parts):
+        yield (
+            f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}. "
+            "Only rules of whole stacks that are not compiled go with it."
+        )
+    if not {rule.policy for rule in spec.rules}.isdisjoint({*PLANNED_POLICIES} - {spec.policy}):
+        yield f"a rule may have `budget` or `auto` only if that is the policy, which is {spec.policy!r}."
     if spec.policy == "none" and choosing and spec.segments is None:
         yield f"`policy: none` leaves every block as it is; remove {', '.join(choosing)}."
     if shares and not compiled:

@@ -41,12 +41,17 @@ class Measurements:
         blocks: name -> block.
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
             measured under `full`, or with compiled blocks under share 0.
+        fixed: block -> the action that it always has. Steps are measured under it, too.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], blocks: Mapping[str, Block], actions: Sequence[Action]
+        self,
+        modules: Mapping[str, nn.Module],
+        blocks: Mapping[str, Block],
+        actions: Sequence[Action],
+        fixed: Mapping[str, Action],
     ) -> None:
-        self.modules, self.blocks, self.actions = modules, blocks, tuple(actions)
+        self.modules, self.blocks, self.actions, self.fixed = modules, blocks, tuple(actions), fixed
         self.full: dict[Batch, Step] = {}
         """Steps under `full`."""
         self.kinds: dict[Any, dict[CallName, int]] = collections.defaultdict(dict)
@@ -145,7 +150,7 @@ class Measurements:
             if call.name not in kinds:
                 module = self.modules[call.name[0]]
                 parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
-                look = parameters, tuple(map(type, module.modules())), batch.state[0]
+                look = parameters, tuple(map(type, module.modules())), batch.state[0], self.fixed.get(call.name[0])
                 number = self._modules.setdefault(look, len(self._modules))
                 kind = number, call.name == last, call.has_input_graph, call.name[1], call.backward is None
                 if kind not in self._numbers:
@@ -179,7 +184,8 @@ class Measurements:
         reference = self.reference(batch)
         assert reference is not None
         kinds = self.kinds[batch.state]
-        usual = collections.Counter(kinds[call.name] for call in reference[1].calls if call.backward is not None)
+        free = [call.name for call in reference[1].calls if call.backward and call.name[0] not in self.fixed]
+        usual = collections.Counter(map(kinds.__getitem__, free))
         last = {kinds[call.name]: call.name[0] for call in reference[1].calls}
         for action in sorted(self.actions[:-1], key=lambda a: (a == FULL_SELECTIVE, -self.actions.index(a))):
             chosen: dict[str, Action] = {}
@@ -205,7 +211,8 @@ class Measurements:
         full, costs = reference[1], self.costs(batch)
         free: dict[int, list[str]] = collections.defaultdict(list)
         for name, kind in {c.name[0]: self.kinds[batch.state][c.name] for c in full.calls if c.backward}.items():
-            free[kind].append(name)
+            if name not in self.fixed:
+                free[kind].append(name)
         changes = self._changes(batch, full, {})
         pairs = [pair for pair in itertools.product(free, reversed(self.actions)) if pair in changes]
         for kind, names in free.items():  # calls at both ends of a step take longer, so the middle is `full`
@@ -245,7 +252,14 @@ class Measurements:
         blocks = [self.blocks[name] for name, _ in full.names]
         changes = self._changes(batch, full, guessed)
         costs = costs_of_step(step, blocks, kinds, changes, self._shares_of_time(), self.actions)
-        return dataclasses.replace(costs, tokens=sum(math.prod(forward.text) for forward in batch.forwards))
+        own = [
+            dataclasses.replace(call, costs={self.fixed[block.name]: next(iter(call.costs.values()))})
+            if block.name in self.fixed
+            else call
+            for call, block in zip(costs.calls, blocks, strict=True)
+        ]
+        tokens = sum(math.prod(forward.text) for forward in batch.forwards)
+        return dataclasses.replace(costs, calls=tuple(own), tokens=tokens)
 
     def _changes(self, batch: Batch, full: Step, guessed: Mapping[str, Action]) -> dict[Pair, Change]:
         """What actions change in calls with a batch: what was measured, and bounds for those in `guessed`.

@@ -181,7 +181,9 @@ class Session:
         actions = candidates(compiled=self._least == COMPILED)
         self._actions = (*(action for action in actions if action != self._least), self._least)
         """The actions to choose from; the last one keeps least."""
-        self.known = Measurements(self._modules, self._blocks, self._actions)
+        self._fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
+        """Blocks of stacks for which a rule says what they get, and that."""
+        self.known = Measurements(self._modules, self._blocks, self._actions, self._fixed)
         self.plans: dict[Batch, Planned] = {}
         """The plans of the run, by their batch."""
         self.recorder: _Recorder | None = None
@@ -296,7 +298,8 @@ class Session:
         Returns whether that makes another plan.
         """
         self._drop()
-        is_least = planned.over or all(action == self._least for _, action in planned.plan.actions)
+        free = [action for block, action in planned.plan.actions if block.name not in self._fixed]
+        is_least = planned.over or all(action == self._least for action in free)
         makes_another = not is_least and (self._may_try or bool(self.plans))
         self._may_try = False
         prediction = planned.plan.prediction
@@ -339,12 +342,14 @@ class Session:
         serving = min(covering, key=lambda planned: planned.shape.elements, default=None)
         if serving is None or not came_before or serving.shape.is_near(batch):
             return serving
-        keeps_all = all(action == self._actions[0] for _, action in serving.plan.actions)
+        free = [action for block, action in serving.plan.actions if block.name not in self._fixed]
+        keeps_all = all(action == self._actions[0] for action in free)
         return serving if keeps_all else None
 
     def _trying(self, batch: Batch, phase: str, tried: Mapping[str, Action] | None = None) -> Planned:
         """The plan for one step of a phase before the plan: all blocks keep least, but for those in `tried`."""
-        rows = tuple((block, (tried or {}).get(name, self._least)) for name, block in self._blocks.items())
+        chosen = {**self._fixed, **(tried or {})}
+        rows = tuple((block, chosen.get(name, self._least)) for name, block in self._blocks.items())
         plan = Plan(self._family, self._name, rows, head=self._spec.head)
         return Planned(batch, self.limit_bytes, plan, phase=phase, held=self.plans)
 
@@ -484,7 +489,7 @@ class Session:
         if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
             ways = [*ways, *in_segments(costs)]
         made, hints = best_plan(ways, self.limit_bytes, compat.devices.device_name(self._devices))
-        actions = {block.name: action for block, action in made.actions}
+        actions = {**self._fixed, **{block.name: action for block, action in made.actions}}
         blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
         planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans)

@@ -157,7 +157,7 @@ def test_of_several_timed_steps_the_shortest_times_count():
     """A stall of three seconds changes nothing. Times of a shorter batch are forgotten."""
     levels = Machine().levels([FULL] * 4)
     blocks = {f"b{number}": Block(f"b{number}", "decoder", number, "Made") for number in range(4)}
-    known = Measurements(nn.ModuleDict({name: nn.Identity() for name in blocks}), blocks, ACTIONS)
+    known = Measurements(nn.ModuleDict({name: nn.Identity() for name in blocks}), blocks, ACTIONS, {})
 
     def learn(tokens, nanoseconds, stalled=None):
         batch = Batch((Forward("decoder", (("input_ids", (2, tokens)),), False),), False)
