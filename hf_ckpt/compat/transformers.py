@@ -199,19 +199,13 @@ def is_filled(value: Any) -> bool:
     )
 
 
-def callback_handler_of(callback: object) -> Any | None:
-    """Return the Trainer's callback handler that is calling `callback` right now; None outside of an event.
+def running(kind: type) -> Any | None:
+    """Return the object of this type whose method calls hf_ckpt right now, such as a Trainer; None outside of one.
 
-    transformers does not pass the handler to callbacks, and calls users' callbacks after those that report, so
-    figures that a callback adds to the logs would never be reported. The handler is found in the caller's frame.
+    transformers passes neither its Trainer nor its callback handler to callbacks. They are found in callers' frames.
     """
-    from transformers.trainer_callback import CallbackHandler
-
-    for frame in callers():
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler) and any(found is callback for found in handler.callbacks):
-            return handler
-    return None
+    found = (frame.f_locals.get("self") for frame in callers())
+    return next((one for one in found if isinstance(one, kind)), None)
 
 
 def uninitialised() -> contextlib.AbstractContextManager[None]:

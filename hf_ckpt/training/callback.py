@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
@@ -38,7 +38,7 @@ from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.clocks import TrainingClock
-from hf_ckpt.measure.memory import PeakMeter
+from hf_ckpt.measure.memory import PeakMeter, spare_bytes
 from hf_ckpt.models.blocks import base_model, find_blocks, head_module
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
@@ -186,11 +186,13 @@ class MemoryTimeCallback(TrainerCallback):
         """Count the step, and record a plan that was made in it."""
         self._clock.steps += 1
         self.on_substep_end(args, state, control, **kwargs)
+        self._warn_of_evaluation(args, kwargs["model"], control)
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Pause the clock if evaluation or saving follows without a log before it."""
+        self._warn_of_evaluation(args, kwargs["model"], control)
         # The Trainer logs a step only once: if the last step was logged already, no log follows.
         if not control.should_log or not self._clock.steps:
             self._pause_for_others(control)
@@ -221,7 +223,7 @@ class MemoryTimeCallback(TrainerCallback):
 
     def _go_before_reporters(self) -> None:
         """Move this callback before the Trainer's reporters, which read what it adds to the logs."""
-        handler = compat.transformers.callback_handler_of(self)
+        handler = compat.transformers.running(CallbackHandler)
         if handler is None:
             log.warning("no callback handler found: figures go to %s only, not to the reporters.", METRICS_FILE)
             return
@@ -236,6 +238,33 @@ class MemoryTimeCallback(TrainerCallback):
         if others and self._clock.running_since is not None:
             self._read_meter()
             self._clock.pause()
+
+    def _warn_of_evaluation(self, args: Any, model: nn.Module, control: TrainerControl) -> None:
+        """Warn once if an evaluation follows that gathers more logits than there is memory for."""
+        from transformers import Trainer
+
+        trainer = compat.transformers.running(Trainer) if control.should_evaluate else None
+        if trainer is None or trainer.compute_metrics is None or trainer.preprocess_logits_for_metrics is not None:
+            return
+        data = trainer.eval_dataset
+        sets = [one for one in (data.values() if isinstance(data, dict) else [data]) if hasattr(one, "__len__")]
+        rows = max(map(len, sets), default=0)
+        devices = compat.distributed.devices_of_model(model)
+        if args.batch_eval_metrics:
+            rows = args.eval_batch_size
+        elif args.eval_accumulation_steps and compat.devices.accelerators(devices):  # then they go to host memory
+            rows = min(rows, args.eval_accumulation_steps * args.eval_batch_size * args.world_size)
+        size, room = rows * self._counts.row_bytes, spare_bytes(devices)
+        if size > room:
+            warn_once(
+                log,
+                "hf_ckpt: evaluation gathers the logits of %d rows, %s or more, and %s are left. Give the Trainer "
+                "`preprocess_logits_for_metrics`, which keeps what `compute_metrics` reads, such as the argmax; or set "
+                "`batch_eval_metrics`, or on an accelerator `eval_accumulation_steps`.",
+                rows,
+                format_bytes(size),
+                format_bytes(room),
+            )
 
     def _read_meter(self) -> None:
         """Raise the peaks of the window to those of the meter."""
@@ -310,6 +339,8 @@ class _Counts:
     def __init__(self, watch: Watch | None) -> None:
         self.tokens = 0
         self.head_bytes = 0
+        self.row_bytes = 0
+        """Bytes of the head's largest output for one row of a batch."""
         self.watch = watch
 
     def __getstate__(self) -> dict[str, Any]:
@@ -336,6 +367,7 @@ class _Counts:
         if isinstance(output, torch.Tensor) and not compat.torch.is_compiling() and torch.is_grad_enabled():
             size = output.chunk_bytes() if isinstance(output, Logits) else output.nbytes
             self.head_bytes = max(self.head_bytes, size)
+            self.row_bytes = max(self.row_bytes, output.numel() * output.element_size() // max(1, len(output)))
 
 
 def _record(model: nn.Module) -> Installation | None:

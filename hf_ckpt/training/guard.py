@@ -213,7 +213,8 @@ def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
 
 
 class OomGuardMixin:
-    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`."""
+    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`, and evaluates in smaller batches if memory
+    runs out there."""
 
     oom_guard: OomGuard | None = None
     """The guard; None until the first training step."""
@@ -221,6 +222,21 @@ class OomGuardMixin:
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own `training_step` under the guard, and return its loss."""
         return guarded_training_step(self, super().training_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's own `evaluate`. If it runs out of memory, do so again with half the batch, from then on."""
+        settings: Any = self.args  # type: ignore[attr-defined]
+        while True:
+            try:
+                return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+            except Exception as raised:
+                size = settings.per_device_eval_batch_size
+                if size < 2 or settings.world_size > 1 or not compat.devices.is_out_of_memory(raised):
+                    raise
+                _without_frames(raised)
+            compat.devices.release_memory()
+            settings.per_device_eval_batch_size = size // 2
+            log.warning("hf_ckpt: out of memory in evaluation, which begins again with batches of %d rows.", size // 2)
 
 
 def guarded_training_step(

@@ -12,6 +12,7 @@ import torch
 import transformers
 from helpers.trainers import FLAG, metrics, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers.trainer_callback import CallbackHandler
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -94,7 +95,7 @@ def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
 class LogAtEpochEnd(transformers.TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         # Before our callback at the end of the epoch: the default flow sets the flag there with other settings.
-        handler = compat.transformers.callback_handler_of(self)
+        handler = compat.transformers.running(CallbackHandler)
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
 
