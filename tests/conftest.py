@@ -29,6 +29,16 @@ settings.register_profile("hf_ckpt", deadline=None, derandomize=True)
 settings.load_profile("hf_ckpt")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--backwards", action="store_true", help="run the tests in reverse order: none depends on another")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--backwards"):
+        items.reverse()
+
+
 @pytest.fixture(autouse=True)
 def every_warning_may_be_given_again():
     """Let every test see the warnings that are given once per process."""
