@@ -13,12 +13,24 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(\.\./([^)#]+)(#[^)]*)?\)"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pictures of the benchmarks to the site, as `images/NAME.png`; the repository has them once."""
+    """Add to the site what the repository has once: the README as its first page, the pictures of the benchmarks as
+    `images/NAME.png`."""
     from mkdocs.structure.files import File
 
+    files.append(File.generated(config, "index.md", content=first_page()))
     for path in sorted((ROOT / "recipes" / "benchmarks").glob("*.png")):
         files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def first_page() -> str:
+    """The README with its links as those of a page in `docs/`."""
+
+    def moved(match: re.Match[str]) -> str:
+        path = match[1]
+        return "](" + (path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}")
+
+    return re.sub(r"\]\((?!\w+://|#)([^)]+)", moved, (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
 def on_page_markdown(markdown: str, config: Any, **kwargs: Any) -> str:

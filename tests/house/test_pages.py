@@ -73,6 +73,13 @@ def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
     names = {"model": tiny_model("llama"), "batch": tiny_batch("llama"), "dataset": Rows(count=8, tokens=8)}
     exec(compile(code, page, "exec"), names)
     shown = capsys.readouterr().out  # every block prints the plan
+    if page == "README.md":  # the first run: what it prints there, and that it holds
+        found, printed = hf_ckpt.describe(names["model"]), blocks(README, "text")[0][1]
+        assert found.measured_bytes <= 300 * 2**20
+        assert found.watched.checks
+        assert not found.watched.differences
+        assert all(f"\n  {what}:" in shown for what in re.findall(r"^  (\w[^:(]*):", printed, re.MULTILINE))
+        return
     budget = re.search(r'"budget": "(\d+)GiB"', code)
     wanted = "keep 0-3" if "predict" in code else "of 4 blocks planned" if budget else "full 0"
     assert wanted in shown
