@@ -207,8 +207,7 @@ def hooked(part, register, hook, **options):
 
 def written_to(module, args, output):
     with torch.no_grad():
-        output[:, :3] = 0.1
-    return output
+        (output[0] if isinstance(output, tuple) else output)[:, :3] = 0.1
 
 
 def backward_twice(model, family):
@@ -247,7 +246,8 @@ RUNS = {
     "norms' gradients changed": hooked(
         "Norm", "register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)
     ),
-    "outputs of BERT's blocks written to": hooked("BertOutput", "register_forward_hook", written_to),
+    "outputs of BERT's last norms written to": hooked("BertOutput", "register_forward_hook", written_to),
+    "outputs of BERT's blocks written to": hooked("BertLayer", "register_forward_hook", written_to),
     "embeddings written to": hooked("Embedding", "register_forward_hook", written_to),
     "noise on embeddings": hooked(
         "Embedding", "register_forward_hook", lambda module, args, output: output + torch.rand_like(output)
