@@ -139,7 +139,7 @@ def test_a_compiled_model_trains_the_same_and_saves_less(family, way):
     (MIXED, 1, 2),
     ids=["offload", "segments", "head", "selective", "mixed"],
 )
-def test_every_action(spec, blocks, graphs):
+def test_every_action_runs_in_graphs(spec, blocks, graphs):
     """Every action lets the compiler see blocks, one by one or in a whole model; a chunked head then runs whole."""
     _, by_block = same_but_smaller(spec, each_block, blocks)
     assert by_block.graphs == graphs
@@ -152,7 +152,7 @@ def test_every_action(spec, blocks, graphs):
 
 
 @pytest.mark.compat
-def test_a_compiled_block_is_checkpointed_or_says_so(caplog):
+def test_a_compiled_block_is_checkpointed_or_a_warning_says_why_not(caplog):
     """A compiled block is checkpointed; if the checkpoint is outside of it, `selective` cannot work and says so.
 
     Before transformers 5, `block.compile()` does not compile the checkpoint.
@@ -204,7 +204,7 @@ def graphs_of_training(spec, way, layers):
     [(each_block_replaced, 10, [SELECTIVE, {"policy": "full", "segments": 2}]), (torch.compile, 1, [SELECTIVE])],
     ids=["blocks", "whole"],
 )
-def test_not_compiled_again(way, layers, specs):
+def test_enabling_and_pausing_a_plan_recompile_nothing(way, layers, specs):
     """There are as many graphs as without hf_ckpt, in training and evaluation, for fixed and varying lengths.
 
     Enabling a plan repeatedly must not recompile: torch.compile gives up after eight graphs.

@@ -46,7 +46,7 @@ def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
 
 
 @pytest.mark.parametrize(("version", "frozen"), [("0.19.3", True), ("0.20.0", True), ("0.19.2", False)])
-def test_a_later_deepspeed_or_nothing_frozen_is_not(version, frozen, monkeypatch):
+def test_a_newer_zero3_or_one_without_frozen_parameters_trains(version, frozen, monkeypatch):
     model = under_zero3(version, frozen, {"policy": "full"}, monkeypatch)
     step(model, tiny_batch("llama"))
     assert recomputed(model) == Case("ddp").blocks()
@@ -87,6 +87,6 @@ def test_zero_trains_as_without_hf_ckpt(zero, name):
 
 
 @pytest.mark.deepspeed
-def test_zero3_refuses_what_it_cannot_do(zero):
+def test_zero3_refuses_segments(zero):
     for results in zero:
         assert "Use `policy: full` without `segments`" in results["zero3-segments"]["error"]

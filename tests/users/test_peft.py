@@ -24,7 +24,7 @@ def lora(model, **options):
 
 
 @pytest.mark.compat
-def test_the_hook_is_where_every_caller_finds_it():
+def test_enable_calls_on_every_wrapper_reach_the_plan():
     """Enable calls on the PeftModel, the tuner and the base model all reach the plan."""
     model = lora(tiny_model("llama"))
     hf_ckpt.install(model)
@@ -44,7 +44,7 @@ def test_the_hook_is_where_every_caller_finds_it():
 
 @pytest.mark.compat
 @pytest.mark.parametrize("order", ["adapters first", "enable first", "inside", "transformers first"])
-def test_a_frozen_prefix_does_not_pay(order):
+def test_frozen_blocks_below_the_first_adapter_are_not_recomputed(order):
     """Frozen blocks below the first adapter are not recomputed: plans remove hooks that require input gradients."""
     model = tiny_model("llama")
     if order == "transformers first":

@@ -147,7 +147,7 @@ def test_either_name_of_the_flag_works_without_a_warning(common, tmp_path, prefi
     assert args.gradient_checkpointing_kwargs == {"policy": "full", "layers": "0-1"}
 
 
-def test_a_base_in_4_bits_is_one_and_is_left_to_hf_ckpt(recipes):
+def test_a_base_in_4_bits_is_quantised_and_not_checkpointed_yet(recipes):
     import bitsandbytes
 
     recipe = recipes("lora_llama")

@@ -69,7 +69,7 @@ LOGITS = 2 * 12 * 320 * 4
     ],
     ids=str,
 )
-def test_logits_that_are_the_peak_are_said_once(spec, peak, share, said, tmp_path, monkeypatch, caplog):
+def test_a_warning_says_once_that_logits_are_most_of_the_peak(spec, peak, share, said, tmp_path, monkeypatch, caplog):
     """A warning says once that the logits are most of the peak, which checkpointing blocks cannot lower."""
     reading = {"reset": lambda: None, "peak_bytes": lambda: peak, "reserved_bytes": lambda: None}
     meter = types.SimpleNamespace(source="test allocator", exact=True, **reading)

@@ -91,13 +91,13 @@ def test_trl_trains_the_same_with(trl_run, options):
     assert_trained_alike(reference, run, "mixed")
 
 
-def test_trl_enables_what_was_installed_where_nothing_is_asked(trl_run):
+def test_trl_enables_an_installed_spec_by_default(trl_run):
     """TRL enables an installed spec by default: its configs set `gradient_checkpointing=True`."""
     reference, run = trl_run("sft"), trl_run("sft", installed=MIXED)
     assert_trained_alike(reference, run, "mixed")
 
 
-def test_switches_of_trl_that_mean_another_owner_are_named(trl_run):
+def test_the_selective_switch_of_trl_is_refused_by_name(trl_run):
     with pytest.raises(SpecError, match=r"`selective` is TRL's switch .* ask for `policy: selective`"):
         trl_run("sft", {"selective": True})
 
@@ -106,7 +106,7 @@ def test_switches_of_trl_that_mean_another_owner_are_named(trl_run):
 
 
 @sparing("kind", ["sft", "dpo", "grpo"], "sft")
-def test_trl_never_calls_the_head_and_that_is_said(trl_run, kind):
+def test_a_warning_says_that_trl_never_calls_the_head(trl_run, kind):
     """TRL's losses use the head's weight in their own tiles, so the head is never called; a warning says so."""
     reference, run = trl_run(kind), trl_run(kind, {"policy": "full", "head": 4})
     assert_trained_alike(reference, run, "full", "not run in chunks, because nobody calls it")
