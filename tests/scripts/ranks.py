@@ -211,6 +211,9 @@ def in_loop(case: Case) -> dict[str, Any]:
         assert_near(expected, found, 1e-5)
     else:
         assert_same(expected, found)
+    if case.by == "ddp":
+        sizes = shared._get_ddp_logging_data()["bucket_sizes"].split(", ")
+        assert compat.distributed.bucket_bytes(shared) == sum(map(int, sizes))
     described = hf_ckpt.describe(shared)
     return {
         **counts(shared, calls, texts),
