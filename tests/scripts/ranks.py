@@ -395,7 +395,7 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     results: dict[str, Any] = {}
     for name, case in cases.items():
-        faulthandler.dump_traceback_later(240, exit=True)  # shows where a deadlock is
+        faulthandler.dump_traceback_later(480, exit=True)  # shows where a deadlock is
         AcceleratorState._reset_state(reset_partial_state=True)
         try:
             results[name] = run_case(case, out)
