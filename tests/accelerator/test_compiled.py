@@ -37,9 +37,8 @@ def train(spec, graphs, family="llama", lora=False, steps=STEPS):
         gc.collect()
         device.reset_peak(0)
         compiled = len(graphs)
-        batch = {
-            name: value.to(device.FIRST) for name, value in tiny_batch(family, batch=4, tokens=32, seed=seed).items()
-        }
+        batch = tiny_batch(family, batch=4, tokens=32, seed=seed)
+        batch = {name: value.to(device.FIRST) for name, value in batch.items()}
         optimizer.zero_grad()
         loss = model(**without_cache(model, batch)).loss
         loss.backward()

@@ -174,9 +174,6 @@ def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
     assert not hf_ckpt.describe(model).enabled
 
 
-# --- hooks on embeddings ----------------------------------------------------------------------------------------------
-
-
 def test_hooks_on_embeddings_are_off_while_a_plan_is_on():
     """Repeated enable calls do not pile them up; those of before come back, even those without a handle."""
     model = tiny_model("llama")

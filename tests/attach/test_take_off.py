@@ -94,16 +94,6 @@ def test_uninstall_leaves_no_trace(family, how):
     assert_same(expected, step(model, batch))
 
 
-def test_layers_dropped_since():
-    """After pruning, the next enable call plans the remaining blocks."""
-    model = planned(tiny_model("llama"))
-    model.model.layers = model.model.layers[:3]
-    enable(model)
-    assert active(model) == list(hf_ckpt.describe(model).plan.active()) == ALL[:3]
-    hf_ckpt.uninstall(model)
-    assert flags(model) == []
-
-
 def test_uninstall_after_someone_wrapped_a_block():
     """Uninstalling also cleans a block that someone wrapped in torch's checkpoint wrapper."""
     model = planned(tiny_model("llama"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.steps import planned
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 import hf_ckpt
@@ -38,12 +38,6 @@ def gradients_of_each_sequence(model):
     return vmap(grad(lambda values, ids: loss_of(model, values, ids[None])), in_dims=(None, 0))(parameters(model), IDS)
 
 
-def tangent(model):
-    values = parameters(model)
-    along = {name: torch.ones_like(value) for name, value in values.items()}
-    return jvp(lambda given: loss_of(model, given, IDS), (values,), (along,))
-
-
 def forward_mode(model):
     embedded = model.get_input_embeddings()(IDS).detach()
     with forward_ad.dual_level():
@@ -68,7 +62,6 @@ def is_same(transform, model, plain):
         (gradients, FULL, "grad"),
         (gradients_of_each_sequence, SELECTIVE, "grad and vmap"),
         (of_each_sequence, SELECTIVE, "vmap"),
-        (tangent, SELECTIVE, "jvp"),
         (forward_mode, SELECTIVE, "jvp"),
     ],
 )
@@ -84,7 +77,7 @@ def test_what_cannot_be_done_names_the_way_out(transform, spec, named):
         assert is_same(of_each_sequence, model, plain)  # nothing is recomputed there
 
 
-@pytest.mark.parametrize("transform", [of_each_sequence, tangent, forward_mode])
+@pytest.mark.parametrize("transform", [of_each_sequence, forward_mode])
 @pytest.mark.parametrize("spec", [FULL, HEAD], ids=str)
 def test_what_works_gives_the_same(transform, spec, caplog):
     plain, model = models(spec)

@@ -28,17 +28,11 @@ SHARES = (0.25, 0.5, 0.75)
 LAYERS, HIDDEN, BATCH, TOKENS, STEPS = 8, 64, 4, 128, 18
 FOLDER = tempfile.TemporaryDirectory(prefix="budgets-")
 
-# --- models -----------------------------------------------------------------------------------------------------------
 
-
-def small(family="llama", layers=LAYERS, lora=False, **options):
+def small(family="llama", layers=LAYERS, hidden=HIDDEN, lora=False, **options):
     """A model of eight blocks whose activations are larger than its parameters."""
-    model = tiny_model(family, layers=layers // 2 if family == "t5" else layers, hidden=HIDDEN, attention="sdpa")
+    model = tiny_model(family, layers=layers // 2 if family == "t5" else layers, hidden=hidden, attention="sdpa")
     return with_lora(model, family, **options) if lora else model
-
-
-def quick():
-    return with_lora(tiny_model("llama", layers=4, hidden=32, attention="sdpa"), "llama")
 
 
 class Repeated(nn.ModuleList):
@@ -67,9 +61,6 @@ def with_layerdrop():
     """An OPT that skips blocks at random."""
     sizes = {"hidden_size": HIDDEN, "ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN, "layerdrop": 0.3}
     return other_model("OPTForCausalLM", layers=LAYERS, max_position_embeddings=256, attention="sdpa", **sizes)
-
-
-# --- trainings --------------------------------------------------------------------------------------------------------
 
 
 def loop(
@@ -158,7 +149,7 @@ PAIRS = {"prompt": [f"say {row:3d}: " for row in range(64)], "chosen": ANSWERS, 
 FOUR = {"per_device_train_batch_size": BATCH}
 ABOVE = {"layers_to_transform": [2, 3], "layers_pattern": "block"}
 ROWS = {
-    "quick": loop(quick, lengths=(64,), steps=14),
+    "quick": loop(lambda: small(layers=4, lora=True, hidden=32), lengths=(64,), steps=14),
     "gpt2, lora": loop(lambda: small("gpt2", lora=True), "gpt2"),
     "bert, autocast, few tokens": loop(
         lambda: small("bert"), "bert", batch=1, lengths=(96,), autocast=True, optimizer=torch.optim.SGD

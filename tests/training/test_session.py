@@ -280,7 +280,7 @@ def test_a_plan_comes_in_a_bounded_number_of_steps_for_every_sequence_of_shapes(
     pool = [(chosen.choice((1, 2, 4)), chosen.randrange(4, 65, 4)) for _ in range(4)]
     shapes = [chosen.choice(pool) for _ in range(40)] + 3 * pool
     if seed == "sorted":
-        shapes = pool = [(2, tokens) for tokens in range(16, 72)]
+        shapes = pool = [(2, tokens) for tokens in range(16, 56)]
     sizes = []
     for rows, tokens in pool:
         if not any(r == rows and 0.8 <= t / tokens <= 1.25 for r, t in sizes):
