@@ -179,6 +179,7 @@ def test_shipped_configs_have_no_fault_and_the_command_asks_what_they_say(launch
         alone = fields_of(read_training([recipe]), given)
         assert alone == fields_of(read_training([recipe, launch]), {"model": "mini-llama"})
         assert (alone.get("parallel") == "fsdp2") == ("fsdp2" in launch)
+        assert alone["ranks"] == (1 if "single" in launch else 8)
 
 
 @pytest.mark.parametrize(
