@@ -23,6 +23,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 
+@pytest.mark.trap(21)
 @pytest.mark.parametrize("layers", [{"decoder": "1-3"}, {"encoder": "1-3"}, {"encoder": "0"}], ids=str)
 def test_the_shared_position_bias_crosses_the_plan(layers):
     """Block 0 returns the position bias and others add it: its gradient passes through planned and kept blocks."""
@@ -36,6 +37,7 @@ def test_the_shared_position_bias_crosses_the_plan(layers):
     assert {name.partition(".")[0] for name in recomputed(model)} == set(layers)
 
 
+@pytest.mark.trap(22)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_attentions_in_the_loss(family):
     """They keep their order, values and gradients."""
@@ -97,6 +99,7 @@ def trained_with(model, batch, name, cache):
     return outcome(model, loss)
 
 
+@pytest.mark.trap(43)
 @pytest.mark.compat
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 @each_spec
@@ -145,6 +148,7 @@ def attends(block, hidden, cache):
     return block.norm(torch.nn.functional.scaled_dot_product_attention(hidden[:, None], keys, values)[:, 0])
 
 
+@pytest.mark.trap(10)
 @pytest.mark.compat
 @each_spec
 def test_blocks_get_no_cache_under_any_name(spec):
@@ -160,6 +164,7 @@ def test_blocks_get_no_cache_under_any_name(spec):
     assert len(recomputed(model)) >= 2
 
 
+@pytest.mark.trap(39)
 def test_a_cache_of_the_model_itself_is_no_prefix():
     """A cache that the model itself creates, and that blocks only read, does not count as filled by the caller."""
     small = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32}
@@ -183,10 +188,11 @@ def test_a_cache_of_the_model_itself_is_no_prefix():
     assert len(recomputed(model)) > 0
 
 
+@pytest.mark.trap(25)
 @pytest.mark.compat
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_steps_without_a_warning(family, wrapped, tmp_path, caplog, transformers_log):
+def test_no_warning_about_use_cache(family, wrapped, tmp_path, caplog, transformers_log):
     """Two steps cause no warning about `use_cache`, and the saved config does not change."""
     model = tiny_model(family, dropout=0.1)
     trained = with_lora(model, family, lora_dropout=0.0) if wrapped else model
@@ -213,6 +219,7 @@ def test_two_steps_without_a_warning(family, wrapped, tmp_path, caplog, transfor
         assert not [key for key in saved if "checkpoint" in key or "hf_ckpt" in key]
 
 
+@pytest.mark.trap(7)
 @pytest.mark.compat
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])

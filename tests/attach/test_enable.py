@@ -54,9 +54,10 @@ CALLS = {
 """A call on a model with a plan for blocks 1 and 3 -> the blocks with a plan afterwards."""
 
 
+@pytest.mark.trap(2)
 @each_name
 @pytest.mark.parametrize(("args", "kwargs", "blocks"), CALLS.values(), ids=CALLS.keys())
-def test_calls_without_a_choice_of_blocks_keep_the_plan_and_others_replace_it(name, args, kwargs, blocks):
+def test_enable_calls_that_select_nothing_keep_the_plan(name, args, kwargs, blocks):
     for spec in ({"layers": "1,-1"}, plan_of({"layers": "1,-1"})):
         model = installed(spec)
         getattr(model, name)(*args, **kwargs)
@@ -87,6 +88,7 @@ def test_methods_have_the_parameters_of_transformers():
         assert getattr(model, name)() is None
 
 
+@pytest.mark.trap(11, 52)
 @pytest.mark.parametrize("asked", [None, {}, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
     """Checkpointing is never reentrant: torch's default for `{}` is, and ignores keyword inputs and frozen inputs."""
@@ -124,6 +126,7 @@ def test_lost_blocks_are_named():
 # --- steps that do not train ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trap(24)
 def test_eval_mode_with_gradients_is_said_once(caplog):
     """Eval mode with gradients warns once: blocks are checkpointed in train mode only, so memory may run out."""
     expected = step(tiny_model("llama"), BATCH)
@@ -139,6 +142,7 @@ def test_eval_mode_with_gradients_is_said_once(caplog):
     assert recomputed(model) == ALL  # from the step in train mode
 
 
+@pytest.mark.trap(24)
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluation_neither_warns_nor_recomputes(caplog, training):
     model = planned(tiny_model("llama").train(training))
@@ -159,8 +163,9 @@ REFUSED = [
 ]
 
 
+@pytest.mark.trap(35)
 @pytest.mark.parametrize(("asked", "said"), REFUSED, ids=str)
-def test_what_others_accept_in_silence_is_refused_with_the_reason(asked, said):
+def test_invalid_enable_arguments_are_refused_with_the_reason(asked, said):
     """Every call refuses invalid values and keys, which otherwise do nothing, or crash late (0 layers)."""
     model = tiny_model("llama")
     with pytest.raises(SpecError, match=said):

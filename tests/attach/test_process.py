@@ -74,7 +74,7 @@ def test_a_refused_process_spec_hooks_nothing(everywhere):
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_a_call_on_every_part_keeps_the_plan_of_the_whole(family, caplog):
+def test_enabling_submodels_keeps_the_plan_of_the_model(family, caplog):
     """Enabling all inner models, from the outside in as sentence-transformers does, keeps the plan."""
     asked = {"rules": [{"layers": "0", "policy": "full"}]}
     model, plain = tiny_model(family), tiny_model(family)
@@ -98,7 +98,7 @@ def test_a_call_on_every_part_keeps_the_plan_of_the_whole(family, caplog):
     assert snapshot(model) == before
 
 
-def test_a_part_answers_for_itself_once_the_plan_is_off():
+def test_a_submodel_gets_its_own_plan_once_that_of_the_model_is_off():
     model = planned(tiny_model("bert"), {"layers": "0"})
     again = copy.deepcopy(model)
     getattr(model, compat.transformers.DISABLE_NAMES[-1])()

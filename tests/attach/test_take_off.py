@@ -203,6 +203,7 @@ def test_no_reference_cycles(prepare, everywhere):
         gc.enable()
 
 
+@pytest.mark.trap(19, 30)
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
 def test_an_enabled_model_copies_and_pickles(through, wrapped):

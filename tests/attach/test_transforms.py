@@ -65,7 +65,7 @@ def is_same(transform, model, plain):
         (forward_mode, SELECTIVE, "jvp"),
     ],
 )
-def test_what_cannot_be_done_names_the_way_out(transform, spec, named):
+def test_unsupported_transforms_of_torch_func_are_refused(transform, spec, named):
     plain, model = models(spec)
     with pytest.raises(TransformError, match=f"under {named} of torch.func .* `with hf_ckpt.paused") as caught:
         transform(model)
@@ -79,7 +79,7 @@ def test_what_cannot_be_done_names_the_way_out(transform, spec, named):
 
 @pytest.mark.parametrize("transform", [of_each_sequence, forward_mode])
 @pytest.mark.parametrize("spec", [FULL, HEAD], ids=str)
-def test_what_works_gives_the_same(transform, spec, caplog):
+def test_supported_transforms_of_torch_func_give_the_same_gradients(transform, spec, caplog):
     plain, model = models(spec)
     assert is_same(transform, model, plain)
     assert [region.forwards for region in installation(model).regions.values()] == [1] * (0 if spec is HEAD else 2)

@@ -51,7 +51,7 @@ BY_HAND = Costs(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_by_hand(accumulation):
+def test_costs_of_a_step_equal_those_computed_by_hand(accumulation):
     """With `full`, then `keep`. Gradients grow during the backward, or are there from the beginning."""
     resident = 26 * (accumulation > 1)
     costs = dataclasses.replace(BY_HAND, accumulation=accumulation)
@@ -123,7 +123,7 @@ MOVABLE = {SELECTIVE: Cost(Part(26, 14, 1), Part(16, -24, 2)), FULL: Cost(Part(2
 """Blocks that keep 14 bytes under `selective`, and their inputs of 4 bytes under `full`."""
 
 
-def test_offloading_by_hand():
+def test_costs_of_offloading_equal_those_computed_by_hand():
     """A call's tensors move out in its forward and back in its backward, with those of the call before.
 
     The first call's input is held elsewhere, too; its costs count its copy back as one that is waited for.

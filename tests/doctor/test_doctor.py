@@ -70,6 +70,7 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
     assert {finding.code for finding in diagnose(training)} <= {"unknown-keys"}
 
 
+@pytest.mark.trap(53)
 @pytest.mark.parametrize(
     ("program", "changed", "expected"),
     [
@@ -140,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.trap(32)
 @pytest.mark.parametrize(("code", "bad", "good"), CASES, ids=[case[0] for case in CASES])
 def test_a_fault_is_found_and_its_twin_is_not(code, bad, good, reading):
     assert {code for _, code, _ in RULES} == {code for code, *_ in CASES}

@@ -216,6 +216,7 @@ def test_a_head_that_nobody_calls_is_said_once(caplog):
     assert caplog.text.count("nobody calls it") == 1
 
 
+@pytest.mark.trap(41)
 def test_a_copy_of_data_parallel_is_an_error():
     """A replica, whose weights are no parameters, is refused by name; the original still runs."""
     model = on(model_of("llama"))

@@ -133,6 +133,7 @@ CASES = [(work, kind) for work in WORKS for kind in KINDS]
 CASES += [(work, kind) for work in BEHIND_ITS_BACK for kind in ("full", "offload")]
 
 
+@pytest.mark.trap(20)
 @unwatched
 @pytest.mark.compat
 @pytest.mark.parametrize(("work", "kind"), CASES)

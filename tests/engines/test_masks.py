@@ -78,6 +78,7 @@ DROPOUTS = {
 }
 
 
+@pytest.mark.trap(50)
 @pytest.mark.compat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", DROPOUTS)

@@ -68,6 +68,7 @@ def at_start_of_blocks(model, family, note):
         first.register_forward_pre_hook(lambda *_, number=number: note(number))
 
 
+@pytest.mark.trap(16)
 @each_family
 def test_hidden_states_leave_the_device(family):
     """Compared with `full`, all hidden states but each stack's last leave the device.
@@ -152,6 +153,7 @@ def test_views_share_a_copy():
         assert all(entry.slot.arriving is None for entry in packed[:5])
 
 
+@pytest.mark.trap(17)
 def test_a_result_that_changes_during_its_copy_is_refused():
     x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_() * 1
     group = Group(Mover(), "toy", Delayed(), x)
@@ -181,7 +183,7 @@ def test_hidden_states_that_are_not_contiguous(make, lanes):
     assert region.moved_bytes == x.nbytes
 
 
-def test_what_would_stay_anyway_is_not_moved(lanes):
+def test_tensors_that_stay_alive_anyway_are_not_offloaded(lanes):
     """Leaves, their views, integers, empty tensors and subclasses stay on the device."""
     weight = nn.Parameter(torch.randn(4))
     subclass = torch.zeros(4).as_subclass(type("Sub", (torch.Tensor,), {}))
@@ -196,6 +198,7 @@ def test_what_would_stay_anyway_is_not_moved(lanes):
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trap(27)
 @pytest.mark.compat
 @pytest.mark.parametrize(("tokens", "buffer"), [(16, 4096), (17, 8192)])
 def test_a_host_budget_counts_powers_of_two(tokens, buffer, lanes, caplog, unwatched):
@@ -238,7 +241,7 @@ def test_unpinned_memory_is_used_if_pinning_fails(lanes, monkeypatch, caplog, un
     assert "cannot be pinned (CUDA error: out of memory); unpinned memory is used" in message
 
 
-def test_what_finds_no_room_in_host_memory_is_freed(unwatched):
+def test_tensors_without_room_in_host_memory_are_freed(unwatched):
     """Tensors that do not fit host memory are freed after a forward without a backward, as in evaluation."""
     with lanes_of(Eager):
         model = ours(spec={**SAVED, "host_budget": "2KiB"}, layers=2)
@@ -248,6 +251,7 @@ def test_what_finds_no_room_in_host_memory_is_freed(unwatched):
 # --- threads and unusual uses -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.trap(17)
 def test_a_lane_serves_one_thread_at_a_time():
     """Threads that run blocks at the same time share a lane: every call to it holds the lock."""
     calls = {}

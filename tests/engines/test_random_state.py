@@ -18,6 +18,7 @@ from hf_ckpt.errors import GraphCaptureError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 
+@pytest.mark.trap(31)
 def test_random_state_while_a_graph_is_captured(monkeypatch):
     """During graph capture, preserving random state is an error that names the block."""
     expected, batch = step(tiny_model("llama"), tiny_batch("llama")), tiny_batch("llama")
@@ -98,6 +99,7 @@ def test_every_draw_is_noticed_and_repeated():
         numpy.random.set_bit_generator(bits)
 
 
+@pytest.mark.trap(48)
 @pytest.mark.compat
 @pytest.mark.parametrize("name", RUN_AGAIN)
 @pytest.mark.parametrize("draw", DRAWS)

@@ -94,6 +94,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.trap(13)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_tensors_saved_and_dropped(block):
     """Modules that run several times or without gradients are rebuilt; tensors that custom functions save are kept."""
@@ -139,6 +140,7 @@ UNDER_A_CHECKPOINT = {
 }
 
 
+@pytest.mark.trap(49)
 @pytest.mark.compat
 @each_save
 @pytest.mark.parametrize("name", UNDER_A_CHECKPOINT)

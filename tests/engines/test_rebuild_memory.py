@@ -54,7 +54,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("case", SHARES, ids=str)
-def test_what_is_held_of_what_no_checkpointing_holds(case):
+def test_selective_holds_a_share_of_what_no_checkpointing_holds(case):
     """Masks are bits, float32 copies of 16 bits are 16 bits, and an adapter's input is that of its frozen layer."""
     family, lora, dropout = case
     batch = tiny_batch(family, batch=4, tokens=64)
@@ -101,7 +101,7 @@ def test_hidden_states_that_the_user_keeps_hold_nothing_else(family):
     assert alive[1] <= alive[0]
 
 
-def test_nothing_to_drop_is_said_once(caplog):
+def test_selective_warns_once_if_nothing_can_be_dropped(caplog):
     for _ in range(2):
         same_toys(lambda x: torch.cumprod(x, -1), save=["linear"], parameters=(), rebuilds=False)
     assert caplog.text.count("found nothing in blocks like toy that can be rebuilt") == 1

@@ -74,6 +74,7 @@ def noisy_step(model, batch=BATCH, place=-1):
         return step(model, batch), lists
 
 
+@pytest.mark.trap(33)
 @needs_routers
 @sparing(
     ("name", "spec"),
@@ -117,7 +118,7 @@ def test_the_same_largest_score_whatever_the_last_bit():
 
 @pytest.mark.long
 @needs_routers
-def test_compiled_blocks_choose_once(nothing_compiled, monkeypatch):
+def test_routers_of_compiled_blocks_run_once(nothing_compiled, monkeypatch):
     """Compiled blocks keep the choice of experts whatever their share."""
     backward = []
 
@@ -224,7 +225,7 @@ def test_what_is_kept_is_small():
     assert engine._small(torch.rand(3, 200).topk(65).indices, torch.rand(3, 200), -1) is None
 
 
-def test_a_call_more_than_in_the_forward_chooses_anew():
+def test_an_additional_router_call_in_backward_routes_anew():
     choices, scores = engine.Choices(), torch.tensor([[9.0, 5.0, 7.0]], requires_grad=True)
     with choices.running():
         choices.intercept(True)

@@ -122,7 +122,7 @@ def stepped(model):
 
 @each_engine
 @pytest.mark.parametrize("change", [given_other_values, stepped])
-def test_values_that_are_gone_are_a_named_error(change, engine):
+def test_overwritten_values_are_an_error_that_names_them(change, engine):
     model = enabled(tiny_model("llama"), engine)
     loss = loss_of(model)
     change(model)
@@ -176,6 +176,7 @@ def state_of(model):
     ]
 
 
+@pytest.mark.trap(36)
 def test_the_model_stays_as_the_change_left_it():
     """A recomputation leaves the model as it was after the change, even if it raises an error."""
     model = enabled(two_adapters(tiny_model("llama")), "full")

@@ -243,7 +243,7 @@ def test_a_live_model_and_its_config_are_one_training(family, lora):
     assert (live.step_seconds, live.floor_bytes) == (by_config.step_seconds, by_config.floor_bytes)
 
 
-def test_the_pass_of_a_reference_takes_time():
+def test_the_reference_pass_of_dpo_takes_time():
     """DPO of a pair runs one more forward than SFT of two sequences, through all blocks and not only the measured."""
     config = tiny_model("llama", layers=2).config
     config.num_hidden_layers, config.architectures = 40, ["LlamaForCausalLM"]

@@ -64,3 +64,10 @@ def test_models_are_changed_in_attach_only():
         (r"\.register_\w*hook\(", ["attach/attach", "attach/boundaries", "forecast/run", "training/callback"]),
     ):
         assert [name for name, text in TEXTS.items() if re.search(code, text)] == files
+
+
+def test_every_known_trap_has_a_test():
+    tests = Path(__file__).parent.parent
+    rows = re.findall(r"^\| (\d+) \|", (tests / "TRAPS.md").read_text(encoding="utf-8"), re.MULTILINE)
+    marks = [re.findall(r"^@pytest\.mark\.trap\((.+)\)$", path.read_text(), re.M) for path in tests.rglob("test_*.py")]
+    assert {number for mark in marks for found in mark for number in found.split(", ")} == set(rows)

@@ -333,6 +333,7 @@ class Twins:
 OPERATIONS = [name for name in vars(Twins) if not name.startswith("_") and name != "check"]
 
 
+@pytest.mark.trap(30)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
 def test_sequences_of_operations(seed, caplog):
     draw = random.Random(seed)

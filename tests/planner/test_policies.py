@@ -33,6 +33,7 @@ KEPT = {"stack": "decoder", "layers": "1-3", "policy": "none"}
 SOME = [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": "full", "share": 0.2}]
 
 
+@pytest.mark.trap(15)
 def test_blocks_chosen():
     """Stack by stack."""
     for spec, encoder, decoder in (
@@ -80,7 +81,7 @@ RULES = st.lists(st.tuples(PARTS, st.sampled_from(["none", "full"])), min_size=1
 
 
 @given(rules=RULES, base=st.sampled_from(["none", "full"]), count=st.integers(4, 7))
-def test_rules_equal_a_slow_twin(rules, base, count):
+def test_rules_equal_a_reference_implementation(rules, base, count):
     """For every block, the last matching rule wins; rules that name no block are refused."""
     spec = {"policy": base, "rules": [{"layers": as_text(parts), "policy": policy} for parts, policy in rules]}
     named = [(slow_twin(parts, count), policy) for parts, policy in rules]
@@ -96,7 +97,7 @@ def test_rules_equal_a_slow_twin(rules, base, count):
 # --- what does not fit ----------------------------------------------------------------------------------------------
 
 
-def test_every_misfit_is_named_at_once():
+def test_every_problem_of_a_spec_with_a_model_is_named_at_once():
     rules = [{"layers": "2-1", "policy": "full"}, {"stack": "text", "layers": "0", "policy": "none"}]
     with pytest.raises(SpecError) as caught:
         plan_for({"layers": {"encoder": "9", "decodr": "0"}, "rules": rules}, encoder=3, decoder=3)

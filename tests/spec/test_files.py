@@ -148,6 +148,7 @@ def full_disk(most_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.trap(42)
 def test_a_full_disk_leaves_the_plan_that_was_there(tmp_path):
     plan_of(2).save(tmp_path / "plan.json")
     with full_disk(4096), pytest.raises(FileError, match="cannot be written: "):

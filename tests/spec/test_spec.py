@@ -59,6 +59,7 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
             spec.updated(equal_to_a_default)
 
 
+@pytest.mark.trap(15, 35)
 @pytest.mark.parametrize(
     ("given_spec", "expected"),
     [

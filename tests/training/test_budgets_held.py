@@ -179,6 +179,7 @@ def cases(names):
         yield pytest.param(name, SHARES, marks=pytest.mark.thorough, id=f"{name}, all shares")
 
 
+@pytest.mark.trap(14, 37)
 @pytest.mark.usefixtures("steady_times")
 @pytest.mark.parametrize(("name", "shares"), [pytest.param("quick", (0.5,), id="quick"), *cases([*ROWS][1:])])
 def test_budgets_hold(name, shares):

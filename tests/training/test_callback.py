@@ -191,6 +191,7 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
     assert row["time/tokens_per_s"] == pytest.approx((tokens + 1000) / (seconds * 2))
 
 
+@pytest.mark.trap(42, 51)
 @pytest.mark.compat
 def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
     (tmp_path / callback.METRICS_FILE).mkdir()

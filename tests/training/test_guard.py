@@ -110,9 +110,10 @@ STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}
 """Operations between tested points: a prime, so that all kinds of operations are tested."""
 
 
+@pytest.mark.trap(28)
 @pytest.mark.long
 @sparing("family", FAMILIES, "llama", "bert")
-def test_any_point_of_a_step(family):
+def test_the_guard_survives_a_failure_at_any_point_of_a_step(family):
     """Also before the first gradient of the second micro-step, where the first one need not run again."""
     expected, drawn, _ = two_micro_steps(tiny_model(family, layers=2, dropout=0.1), family=family)
     model = planned(tiny_model(family, layers=2, dropout=0.1), {"policy": "selective", "check_every": 0})
@@ -145,7 +146,7 @@ def test_any_point_of_a_step(family):
     ],
     ids=str,
 )
-def test_from_any_plan(spec, lora, at):
+def test_the_guard_tightens_any_plan(spec, lora, at):
     """Gradients stay bit-equal from any plan down to offloading."""
     models = [tiny_model("llama", layers=3, dropout=0.1) for _ in range(2)]
     plain, model = [with_lora(model, "llama") for model in models] if lora else models
@@ -246,7 +247,7 @@ def test_a_trainer_goes_on_as_if_nothing_had_happened(tmp_path, undisturbed):
     assert min(hf_ckpt.describe(trainer.model).recomputed.values()) > 0
 
 
-def test_on_the_command_line(tmp_path, monkeypatch, undisturbed):
+def test_the_guard_on_the_command_line(tmp_path, monkeypatch, undisturbed):
     script, out = tmp_path / "script.py", tmp_path / "found.json"
     script.write_text(
         "import json, sys\n"
@@ -263,7 +264,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, undisturbed):
 # --- what cannot be retried, and what is left alone -------------------------------------------------------------------
 
 
-def test_out_of_plans():
+def test_the_guard_raises_out_of_plans_error():
     model, batch = tiny_model("llama", dropout=0.1), tiny_batch("llama")
     guard = OomGuard(model)
     with pytest.raises(OutOfPlansError, match="no tighter plan") as raised:

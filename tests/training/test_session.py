@@ -247,6 +247,7 @@ def test_irregular_steps_all_the_time_do_not_keep_the_plan_away(kind, every):
     assert not dispatch_modes()
 
 
+@pytest.mark.trap(44)
 @pytest.mark.parametrize("change", ["freeze", "cast"])
 def test_a_model_that_changes_is_measured_again(change):
     model, session = trained(PLANNED)
@@ -319,6 +320,7 @@ def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
 # --- what a step holds ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.trap(45)
 def test_micro_steps_are_planned_for_with_gradients(monkeypatch):
     """Later micro-steps hold gradients. Once the optimizer has stepped, plans count its state."""
     monkeypatch.setattr("gc.get_objects", None)  # walking all objects breaks other threads
@@ -337,6 +339,7 @@ def test_micro_steps_are_planned_for_with_gradients(monkeypatch):
     assert dict(planned.plan.prediction.parts)["weights and optimizer state"] >= state
 
 
+@pytest.mark.trap(29)
 def test_when_an_optimizer_gets_a_state_the_step_under_full_is_measured_again():
     model, _ = trained(0, 2 * half())
     run(model, [BATCH] * PLANNED, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -451,6 +454,7 @@ def test_a_budget_below_the_weights_is_refused_at_once():
         trained(1, "100KiB")
 
 
+@pytest.mark.trap(38)
 @pytest.mark.parametrize("peak", ["blocks", "optimizer"])
 def test_where_no_plan_fits_the_run_goes_on_with_the_least(peak, caplog):
     """If the optimizer's step is the peak, nothing is recomputed in vain. What would lower the peak is said."""

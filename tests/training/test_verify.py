@@ -26,7 +26,7 @@ REDRAWN = {"policy": "full", "preserve_rng_state": False}
 
 @pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equal_and_counted(family):
+def test_verify_finds_equal_gradients_and_counts_recomputations(family):
     result = hf_ckpt.verify(tiny_model(family, dropout=0.1), tiny_batch(family), {"every_n_layers": 2})
     assert result, result
     assert result.loss == "equal"
@@ -37,7 +37,7 @@ def test_equal_and_counted(family):
     assert nothing.recomputed == {}
 
 
-def test_everything_is_as_before():
+def test_verify_restores_the_model_and_the_random_state():
     model, batch = tiny_model("gpt2", dropout=0.1), tiny_batch("gpt2")
     step(model, batch)
     there = {name: parameter.grad for name, parameter in model.named_parameters()}

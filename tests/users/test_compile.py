@@ -151,6 +151,7 @@ def test_every_action_runs_in_graphs(spec, blocks, graphs):
     assert f"where nothing is counted: {blocks} blocks" in str(whole.description)
 
 
+@pytest.mark.trap(34)
 @pytest.mark.compat
 def test_a_compiled_block_is_checkpointed_or_a_warning_says_why_not(caplog):
     """A compiled block is checkpointed; if the checkpoint is outside of it, `selective` cannot work and says so.

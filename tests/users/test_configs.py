@@ -33,7 +33,7 @@ def commands(path: Path) -> list[list[str]]:
 
 
 @each_launch_config
-def test_accelerate_reads_it(path):
+def test_accelerate_reads_every_config(path):
     """The launcher accepts unknown nested keys, which then do nothing; checkpointing has one owner."""
     config, written = load_config_from_file(str(path)), yaml.safe_load(path.read_text())
     kinds = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}

@@ -23,6 +23,7 @@ def lora(model, **options):
     return with_lora(model, "llama", **{"targets": ["q_proj"], "lora_dropout": 0.0, **options})
 
 
+@pytest.mark.trap(3)
 @pytest.mark.compat
 def test_enable_calls_on_every_wrapper_reach_the_plan():
     """Enable calls on the PeftModel, the tuner and the base model all reach the plan."""
@@ -42,6 +43,7 @@ def test_enable_calls_on_every_wrapper_reach_the_plan():
         enable(model)
 
 
+@pytest.mark.trap(18)
 @pytest.mark.compat
 @pytest.mark.parametrize("order", ["adapters first", "enable first", "inside", "transformers first"])
 def test_frozen_blocks_below_the_first_adapter_are_not_recomputed(order):
@@ -66,7 +68,8 @@ def test_frozen_blocks_below_the_first_adapter_are_not_recomputed(order):
     assert hf_ckpt.describe(wrapped).frozen == tuple(ALL[:2])
 
 
-def test_dropout_that_an_adapter_brings_later_is_drawn_once():
+@pytest.mark.trap(5)
+def test_lora_dropout_added_after_enabling_is_not_redrawn():
     """Dropout from an adapter added after the plan is not drawn again, unless the user chooses so."""
     expected = step(lora(tiny_model("llama"), lora_dropout=0.1), tiny_batch("llama"))
     for preserve in (True, False):

@@ -88,6 +88,7 @@ def test_lora_on_a_quantised_base(base64, bits):
             assert 0 < quantised.dropped_tensors < plain.dropped_tensors
 
 
+@pytest.mark.trap(23)
 def test_kbit_preparation_does_not_prevent_a_plan(base64):
     """k-bit preparation enables transformers' own checkpointing by default, but does not prevent a plan."""
     wanted = steps_of(lora_model(base64, 4))

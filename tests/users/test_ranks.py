@@ -76,6 +76,7 @@ def assert_trained(case: Case, results: Results, name: str) -> None:
             assert_as_planned(case, rank, found)
 
 
+@pytest.mark.trap(4)
 @pytest.mark.compat
 @pytest.mark.parametrize("name", DDP)
 def test_ddp_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
@@ -88,6 +89,7 @@ def test_ddp_fails_with_reentrant_checkpointing(ranks: Results, name: str) -> No
     assert all("marked as ready twice" in result[name].get("error", "") for result in ranks)
 
 
+@pytest.mark.trap(8)
 @pytest.mark.parametrize("name", FSDP2)
 def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
     """Recomputation gathers no parameters again: otherwise ranks with different plans would deadlock."""
@@ -110,6 +112,7 @@ def test_the_trainer_under_ddp_ends_with_the_weights_it_has_without_checkpointin
         assert_as_planned(TRAINER[name], rank, found)
 
 
+@pytest.mark.trap(8, 9)
 @pytest.mark.parametrize("name", OWNERS)
 def test_accelerates_fsdp2_has_one_owner_of_checkpointing(ranks: Results, name: str) -> None:
     """`fsdp_activation_checkpointing: true` in accelerate's settings is refused beside a plan, in either order."""

@@ -59,6 +59,7 @@ LOGITS = 2 * 12 * 320 * 4
 """Bytes of the logits for two rows."""
 
 
+@pytest.mark.trap(12)
 @pytest.mark.parametrize(
     ("spec", "peak", "share", "said"),
     [
