@@ -259,7 +259,23 @@ def change_below_autograd(logits):
         logits.mul_(2)
 
 
-@pytest.mark.parametrize("work", [change_part, change_after_part, change_below_autograd])
+def change_part_that_nobody_holds(logits):
+    logits[:, 1:].mul_(2)
+    return loss_of()(logits)
+
+
+def change_view_that_nobody_holds(logits):
+    logits[0][..., 2:].mul_(2)
+    return loss_of()(logits)
+
+
+CHANGES = [
+    *(change_part, change_after_part, change_part_that_nobody_holds, change_view_that_nobody_holds),
+    change_below_autograd,
+]
+
+
+@pytest.mark.parametrize("work", CHANGES)
 def test_changes_in_place_that_cannot_be_followed_are_refused(work):
     head, hidden = toy()
     with pytest.raises(HfCkptError, match="in place"):

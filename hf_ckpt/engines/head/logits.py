@@ -31,7 +31,7 @@ AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096
 """Chunks of `auto`, in tokens: an eighth of the batch, with a minimum that keeps a device busy and a maximum. Each
 chunk of a trained head reads and writes the whole gradient of its weight, so those chunks may be larger."""
 Operations = tuple[RowOperation, ...]
-Shared = list[tuple[weakref.ref[torch.Tensor], int]]
+Shared = list[tuple[Callable[[], torch.Tensor | None], int]]
 _DESCRIBING = (
     *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "_version"),
     *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "size", "dim"),
@@ -182,6 +182,21 @@ class Logits(torch.Tensor):
             self.shared.append((weakref.ref(self.computed), version_of(self.computed)))
         return self.computed
 
+    def hold_if_changed(self, result: Any) -> None:
+        """Hold the values if an operation has changed them in place, or its result is a view, which may be changed.
+
+        Other logits must see the change even if nobody else holds the values any more.
+        """
+        values = self.computed
+        if values is None:
+            return
+        storage = values.untyped_storage()._cdata
+        leaves = (leaf for leaf in compat.torch.tree_leaves(result) if type(leaf) is torch.Tensor)
+        is_view = any(leaf is not values and leaf.untyped_storage()._cdata == storage for leaf in leaves)
+        for place, (reference, version) in enumerate(self.shared):
+            if reference() is values and (is_view or version_of(values) != version):
+                self.shared[place] = lambda: values, version
+
     def bare_values(self) -> torch.Tensor:
         """Return all values without a graph. Raises `HfCkptError` as `values` does."""
         self.check()
@@ -241,8 +256,11 @@ class _Values(torch.autograd.Function):
 def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
     """Call `func` with `values(logits)` in place of all logits among its arguments. Warns once."""
 
+    used: list[Logits] = []
+
     def computed(value: Any) -> Any:
         if isinstance(value, Logits):
+            used.append(value)
             if value.computed is None:
                 warn_once(
                     log,
@@ -255,7 +273,13 @@ def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], tor
             return type(value)(map(computed, value))
         return value
 
-    return func(*map(computed, args), **{key: computed(value) for key, value in kwargs.items()})
+    try:
+        result = func(*map(computed, args), **{key: computed(value) for key, value in kwargs.items()})
+        for logits in used:
+            logits.hold_if_changed(result)
+    finally:
+        used.clear()  # `computed` refers to itself and to this list: a reference cycle
+    return result
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
