@@ -240,7 +240,8 @@ def _of_stacks(policies: Mapping[Any, Any], rules: Any) -> dict[str, Any]:
     """
     planned = [policy for policy in policies.values() if policy in PLANNED_POLICIES]
     own = [{"stack": str(stack), "policy": policy} for stack, policy in policies.items()]
-    return {"policy": planned[0] if planned else "none", "rules": own if rules is None else [*own, *rules]}
+    rules = own if rules is None else [*own, *rules] if isinstance(rules, (list, tuple)) else rules
+    return {"policy": planned[0] if planned else "none", "rules": rules}
 
 
 def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:

@@ -255,7 +255,7 @@ class MemoryTimeCallback(TrainerCallback):
         elif args.eval_accumulation_steps and compat.devices.accelerators(devices):  # then they go to host memory
             rows = min(rows, args.eval_accumulation_steps * args.eval_batch_size * args.world_size)
         size, room = rows * self._counts.row_bytes, spare_bytes(devices)
-        if size > room:
+        if room and size > room:  # 0: torch does not tell how much there is
             warn_once(
                 log,
                 "hf_ckpt: evaluation gathers the logits of %d rows, %s or more, and %s are left. Give the Trainer "

@@ -105,6 +105,7 @@ def test_policies_of_stacks_are_rules(spec, same):
     [
         ({"policy": {"vision": "ful"}}, "did you mean 'full'"),
         ({"policy": {}}, "must be a list of mappings"),
+        ({"policy": {"vision": "none"}, "rules": 1}, "must be a list of mappings"),
         ({"policy": {"vision": "none", "decoder": "budget"}}, "needs `budget`"),
         ({"policy": "budget", "budget": "1GiB", "rules": [{"layers": "0", "policy": "none"}]}, "remove rules"),
         ({"policy": "full", "rules": [{"stack": "decoder", "policy": "budget"}]}, "only if that is the policy"),
