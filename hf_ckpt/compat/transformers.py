@@ -208,6 +208,15 @@ def running(kind: type) -> Any | None:
     return next((one for one in found if isinstance(one, kind)), None)
 
 
+def gathered_rows(trainer: Any) -> int:
+    """Return of how many rows the Trainer's evaluation holds the logits at once; 0 if some argument prevents that."""
+    given = trainer.args.batch_eval_metrics, trainer.args.eval_accumulation_steps, trainer.preprocess_logits_for_metrics
+    if trainer.compute_metrics is None or any(given):
+        return 0
+    sets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
+    return max((len(one) for one in sets if hasattr(one, "__len__")), default=0)
+
+
 def uninitialised() -> contextlib.AbstractContextManager[None]:
     """Make transformers create models without initialising their weights, inside this context."""
     try:

@@ -135,6 +135,15 @@ class Costs:
         """Bytes alive throughout a micro-step."""
         return self.static.always + (self.static.gradients if self.accumulation > 1 else 0)
 
+    def fixing(self, actions: Mapping[str, Action]) -> Costs:
+        """Give blocks, by name, one action only, under which they were measured."""
+        calls = list(self.calls)
+        for place, call in enumerate(calls):
+            if call.blocks[0].name in actions:
+                only = {actions[call.blocks[0].name]: next(iter(call.costs.values()))}
+                calls[place] = dataclasses.replace(call, costs=only)
+        return dataclasses.replace(self, calls=tuple(calls))
+
     def uniform(self, action: Action) -> Choice:
         """The choice that gives `action` to every call that may have it.
 

@@ -259,3 +259,19 @@ def _known() -> str:
         f"Known families: {rows}. Any other PreTrainedModel works if its layers derive from "
         "transformers.modeling_layers.GradientCheckpointingLayer; see hf_ckpt.register_family."
     )
+
+
+def look_of(base: nn.Module, device_type: str, sharded: bool) -> tuple[Any, ...]:
+    """Return what a step depends on beside its batch: autocast's type, which parameters are trained, and their bytes
+    (unless `sharded`).
+
+    It runs for every batch. For 32 blocks of LLaMA, it takes 0.1 to 0.2 ms, a quarter of `base.parameters()`.
+    """
+    parameters: list[nn.Parameter | None] = []
+    modules = [base]
+    while modules:
+        here = vars(modules.pop())
+        parameters += here["_parameters"].values()
+        modules += [module for module in here["_modules"].values() if module is not None]
+    rows = tuple((p.requires_grad, 0 if sharded else p.nbytes) for p in parameters if p is not None)
+    return compat.devices.autocast_dtype(device_type), rows

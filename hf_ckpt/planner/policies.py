@@ -1,4 +1,7 @@
-"""Makes the plans of fixed policies from a spec and a model's blocks. Pure functions that do not import torch."""
+"""Makes the plans of fixed policies from a spec and a model's blocks, and tighter ones.
+
+Pure functions that do not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import SAVING, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
@@ -87,6 +90,34 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     if apart:
         raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
     return fitted
+
+
+def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Plan, str] | None:
+    """The next plan that needs less memory, and its change in words; None if there is none.
+
+    Each call replaces one action by the `next` of its record: `keep` by `selective`, `selective` by `full`, `full` by
+    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. The head runs in
+    chunks before blocks offload: logits need more than hidden states in nearly every model.
+
+    Args:
+        plan: any plan.
+        chunks: whether the head can run in chunks.
+        offload: whether there is host memory apart from the device's.
+    """
+    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
+    chunks = chunks and plan.head == "full"
+    for row in ACTIONS.values():
+        if row.name not in kinds or row.next is None:
+            continue
+        if row.next == OFFLOAD and (chunks or not offload):
+            break
+        replaced = {
+            block: OFFLOAD if action.moved else row.next for block, action in plan.actions if action.kind == row.name
+        }
+        actions = tuple((block, replaced.get(block, action)) for block, action in plan.actions)
+        words = " and ".join(dict.fromkeys(map(str, replaced.values())))
+        return dataclasses.replace(plan, actions=actions, prediction=None), words
+    return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None
 
 
 def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:

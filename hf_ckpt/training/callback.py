@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
@@ -186,13 +186,13 @@ class MemoryTimeCallback(TrainerCallback):
         """Count the step, and record a plan that was made in it."""
         self._clock.steps += 1
         self.on_substep_end(args, state, control, **kwargs)
-        self._warn_of_evaluation(args, kwargs["model"], control)
+        self._warn_of_evaluation(kwargs["model"], control)
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Pause the clock if evaluation or saving follows without a log before it."""
-        self._warn_of_evaluation(args, kwargs["model"], control)
+        self._warn_of_evaluation(kwargs["model"], control)
         # The Trainer logs a step only once: if the last step was logged already, no log follows.
         if not control.should_log or not self._clock.steps:
             self._pause_for_others(control)
@@ -239,22 +239,12 @@ class MemoryTimeCallback(TrainerCallback):
             self._read_meter()
             self._clock.pause()
 
-    def _warn_of_evaluation(self, args: Any, model: nn.Module, control: TrainerControl) -> None:
+    def _warn_of_evaluation(self, model: nn.Module, control: TrainerControl) -> None:
         """Warn once if an evaluation follows that gathers more logits than there is memory for."""
-        from transformers import Trainer
-
         trainer = compat.transformers.running(Trainer) if control.should_evaluate else None
-        if trainer is None or trainer.compute_metrics is None or trainer.preprocess_logits_for_metrics is not None:
-            return
-        data = trainer.eval_dataset
-        sets = [one for one in (data.values() if isinstance(data, dict) else [data]) if hasattr(one, "__len__")]
-        rows = max(map(len, sets), default=0)
-        devices = compat.distributed.devices_of_model(model)
-        if args.batch_eval_metrics:
-            rows = args.eval_batch_size
-        elif args.eval_accumulation_steps and compat.devices.accelerators(devices):  # then they go to host memory
-            rows = min(rows, args.eval_accumulation_steps * args.eval_batch_size * args.world_size)
-        size, room = rows * self._counts.row_bytes, spare_bytes(devices)
+        rows = 0 if trainer is None else compat.transformers.gathered_rows(trainer)
+        size = rows * self._counts.row_bytes
+        room = spare_bytes(compat.distributed.devices_of_model(model)) if size else 0
         if room and size > room:  # 0: torch does not tell how much there is
             warn_once(
                 log,

@@ -15,7 +15,6 @@ reruns only the micro-step that failed. A plan changes no gradients, so training
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import traceback
@@ -32,8 +31,7 @@ from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, OFFLOAD
-from hf_ckpt.spec.plan import Plan
+from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.training.install import install_one
 from hf_ckpt.units import format_bytes
 
@@ -291,34 +289,6 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     adopt(found, record, spec_of(next_plan[0], record.spec), next_plan[0])
     put_on(found, record)
     return next_plan[1]
-
-
-def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Plan, str] | None:
-    """The next plan that needs less memory, and its change in words; None if there is none.
-
-    Each call replaces one action by the `next` of its record: `keep` by `selective`, `selective` by `full`, `full` by
-    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. The head runs in
-    chunks before blocks offload: logits need more than hidden states in nearly every model.
-
-    Args:
-        plan: any plan.
-        chunks: whether the head can run in chunks.
-        offload: whether there is host memory apart from the device's.
-    """
-    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
-    chunks = chunks and plan.head == "full"
-    for row in ACTIONS.values():
-        if row.name not in kinds or row.next is None:
-            continue
-        if row.next == OFFLOAD and (chunks or not offload):
-            break
-        replaced = {
-            block: OFFLOAD if action.moved else row.next for block, action in plan.actions if action.kind == row.name
-        }
-        actions = tuple((block, replaced.get(block, action)) for block, action in plan.actions)
-        words = " and ".join(dict.fromkeys(map(str, replaced.values())))
-        return dataclasses.replace(plan, actions=actions, prediction=None), words
-    return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None
 
 
 def _without_frames(error: BaseException) -> BaseException:

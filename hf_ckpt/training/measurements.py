@@ -252,14 +252,8 @@ class Measurements:
         blocks = [self.blocks[name] for name, _ in full.names]
         changes = self._changes(batch, full, guessed)
         costs = costs_of_step(step, blocks, kinds, changes, self._shares_of_time(), self.actions)
-        own = [
-            dataclasses.replace(call, costs={self.fixed[block.name]: next(iter(call.costs.values()))})
-            if block.name in self.fixed
-            else call
-            for call, block in zip(costs.calls, blocks, strict=True)
-        ]
         tokens = sum(math.prod(forward.text) for forward in batch.forwards)
-        return dataclasses.replace(costs, calls=tuple(own), tokens=tokens)
+        return dataclasses.replace(costs.fixing(self.fixed), tokens=tokens)
 
     def _changes(self, batch: Batch, full: Step, guessed: Mapping[str, Action]) -> dict[Pair, Change]:
         """What actions change in calls with a batch: what was measured, and bounds for those in `guessed`.

@@ -50,12 +50,12 @@ from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.measure.memory import device_memory, keeps_statistics
-from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.blocks import find_blocks, look_of
 from hf_ckpt.planner.budgets import best_plan
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.batches import Batch, Forward, forward_of, look_of
+from hf_ckpt.training.batches import Batch, Forward, forward_of
 from hf_ckpt.training.measurements import Measurements
 from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
 

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 FIRST = 3
 """The first training forward that is checked. Whoever measures memory in the first two steps measures no check."""
-RESERVE = 0.02
-"""Share of a budget that a check leaves free if the peak of the plan was predicted, but not measured."""
 
 
 class Watch:
@@ -163,11 +161,10 @@ def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> in
     """Return the bytes that a check may hold; None if unknown, before the first step on an accelerator."""
     planned: Any = None if record is None else record.planned
     if planned is not None:
-        prediction, measured = planned.plan.prediction, planned.measured_bytes
-        peak: int = max(measured or 0, 0 if prediction is None else prediction.peak_bytes)
-        allowed: int = planned.limit_bytes if measured else round(planned.limit_bytes * (1 - RESERVE))
+        prediction, limit = planned.plan.prediction, planned.limit_bytes
+        peak: int = max(planned.measured_bytes or 0, 0 if prediction is None else prediction.peak_bytes)
         if peak:
-            return allowed - peak
+            return int(limit - peak)
     devices = compat.distributed.devices_of_model(base)
     if first and not all(compat.devices.shares_host_memory(device.type) for device in devices):
         return None

@@ -27,10 +27,11 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.training import guard as guarding
-from hf_ckpt.training.guard import OomGuard, tighten, tighter_plan
+from hf_ckpt.training.guard import OomGuard, tighten
 
 SELECTIVE, FULL, OFFLOAD = "selective (save linear, attention)", "full", "offload"
 HEAD = "the head in chunks"
