@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from hf_ckpt.logs import forget_warnings
 from hf_ckpt.measure.live import LiveBytes
 
 torch.set_num_threads(1)  # several workers share the cores, and threads that wait for a core spin
+if sys.platform == "linux":  # else gloo looks up the name of the host, which may take for ever
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # set by readline in the parent process
 # Every run tries the same examples; a new failing example becomes a named test.
