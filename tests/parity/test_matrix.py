@@ -8,9 +8,11 @@ must then recompute what the forward computed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import threading
 from collections.abc import Callable
 
@@ -23,10 +25,15 @@ from helpers.lanes import Delayed, lanes_of
 from helpers.others import OTHERS, other_model
 from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, step, without_cache
 from helpers.unusual_models import MODELS, unusual_batch, unusual_model
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.offload import Group
@@ -130,6 +137,24 @@ def forwards_in_two_threads(model, loss, between):
     return [losses[0], losses[1]]
 
 
+def resumed(model, loss, between):
+    """A step and a save; then the weights change, and the next step loads what was saved, as new parameters."""
+    losses, file = [loss(0)], io.BytesIO()
+    losses[0].backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.save((model.state_dict(), torch.get_rng_state()), file)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    file.seek(0)
+    state, random_state = torch.load(file)
+    model.load_state_dict(state, assign=True)
+    torch.set_rng_state(random_state)
+    losses.append(loss(1))
+    losses[1].backward()
+    return losses
+
+
 def own_checkpoint_around_the_model(model, loss, between):
     """Chunked losses and GradCache checkpoint whole forwards; torch then unpacks each saved tensor only once."""
     return one_backward(model, lambda number: checkpoint(loss, number, use_reentrant=False), between)
@@ -138,6 +163,37 @@ def own_checkpoint_around_the_model(model, loss, between):
 def own_hooks_around_the_model(model, loss, between):
     with torch.autograd.graph.save_on_cpu():
         return one_backward(model, loss, between)
+
+
+# --- what other libraries do ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_rank():
+    """A process group of this process alone. What takes two ranks is in `test_ranks.py`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model):
+    """The model under FSDP2."""
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*find_blocks(model).modules.values(), model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def trl_utils():
+    return pytest.importorskip("trl.trainer.utils")
+
+
+def preference_loss(log_probabilities):
+    """DPO's loss without a reference, of [rows, tokens]: the first half of the rows is chosen, the other rejected."""
+    chosen, rejected = log_probabilities.sum(-1).chunk(2)
+    return -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
 # --- what changes between forward and backward ------------------------------------------------------------------------
@@ -251,6 +307,8 @@ class Mode:
     loss: str = ""
     """How the loss is computed, if not by a call of the model."""
     change: Callable | None = None
+    share: Callable | None = None
+    """Wraps the model for data-parallel training."""
     under_hooks: bool = False
     """Whether the user's hooks on saved tensors are around the model. Under them nothing is dropped or moved."""
     families: tuple[str, ...] = FAMILIES
@@ -267,6 +325,8 @@ class Mode:
 
     def adapted(self, model, family):
         """The model with its adapters, if the mode has some."""
+        if self.loss == "of preferences, by TRL's head":
+            trl_utils().add_fused_lm_head(model)
         if not self.adapters:
             return model
         model = with_lora(model, family, hub=self.adapters == "hub", **{"lora_dropout": 0.0, **self.options})
@@ -289,6 +349,11 @@ class Mode:
         if self.loss == "of computed parameters":  # meta-learning; the backward comes after the call
             fast = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
             return torch.func.functional_call(model, fast, (), batch).loss
+        if self.loss == "of preferences":  # CPO and ORPO read logits
+            labels = batch.pop("labels")[:, 1:]
+            return preference_loss(trl_utils().selective_log_softmax(model(**batch).logits[:, :-1], labels))
+        if self.loss == "of preferences, by TRL's head":
+            return preference_loss(model(**batch, fused_lm_head=True).log_probs)
         if self.loss == "of input embeddings":  # soft prompts and attributions, with all weights frozen
             model.embeds = model.get_input_embeddings()(batch.pop("input_ids")).requires_grad_()
             return model(inputs_embeds=model.embeds, **batch).loss
@@ -301,6 +366,12 @@ class Mode:
 
     def train(self, model, family):
         """Train in this mode: losses, gradients and buffers, and the random state at the end."""
+        if self.share is None:
+            return self.train_by(model, model, family)
+        with one_rank():
+            return self.train_by(self.share(model), model, family)
+
+    def train_by(self, shared, model, family):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(7)
         change = self.change(model) if self.change else iter(())
@@ -308,7 +379,7 @@ class Mode:
 
         def loss(number):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
-                return self.loss_of(model, family, number)
+                return self.loss_of(shared, family, number)
 
         def between():
             next(change, None)
@@ -319,6 +390,7 @@ class Mode:
         if self.change is frozen_blocks:
             model.requires_grad_(True)
         found = outcome(model, torch.stack([loss.detach() for loss in losses]))
+        found = {name: value if value is None else compat.distributed.local(value) for name, value in found.items()}
         found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers() if self.inside}
         if self.loss == "of input embeddings":
             found["embeds"] = model.embeds.grad
@@ -353,6 +425,20 @@ USUAL = {
     "modules to save": Mode(adapters="peft", options={"modules_to_save": ["classifier"]}, families=("bert",)),
     "input embeddings": Mode(loss="of input embeddings", families=("gpt2",)),
 }
+DECODERS = {"families": ("llama", "gpt2")}
+BY_OTHERS = {
+    "resumed": Mode(way=resumed, forwards=2, backwards=2, **DROPOUT),
+    "DDP": Mode(share=DistributedDataParallel, way=accumulation, forwards=3, backwards=3, **DROPOUT),
+    "DDP, LoRA": Mode(share=DistributedDataParallel, adapters="peft", **DROPOUT),
+    "preferences": Mode(loss="of preferences", **DROPOUT, **DECODERS),
+    "preferences, autocast": Mode(loss="of preferences", autocast=True, **DECODERS),
+}
+"""How trainers of other libraries run the model."""
+SHARDED = {
+    "FSDP2": Mode(share=sharded, way=accumulation, forwards=3, backwards=3, **DROPOUT),
+    "FSDP2, LoRA": Mode(share=sharded, adapters="peft", **DROPOUT),
+}
+"""Their heads do not run in chunks, and segments are refused; see below and `test_ranks.py`."""
 UNUSUAL = {
     "second derivative": Mode(way=second_derivative, **NOT_COUNTED),
     "optimizer inside backward": Mode(way=optimizer_inside_backward, forwards=3, backwards=3),
@@ -361,6 +447,7 @@ UNUSUAL = {
     "own checkpoint around": Mode(
         way=own_checkpoint_around_the_model, forwards=2, under_hooks=True, **NOT_COUNTED, **DROPOUT, **TWO_STACKS
     ),
+    "preferences, TRL's head": Mode(loss="of preferences, by TRL's head", **DROPOUT, **DECODERS),
     "own hooks around": Mode(
         way=own_hooks_around_the_model, under_hooks=True, **NOT_COUNTED, families=("llama", "bert")
     ),
@@ -383,7 +470,7 @@ CHANGED = {
     "frozen": Mode(change=frozen_blocks, **LLAMA),
 }
 """Modes in which something changes between forward and backward."""
-MODES = FORMS | USUAL | UNUSUAL | CHANGED
+MODES = FORMS | USUAL | BY_OTHERS | SHARDED | UNUSUAL | CHANGED
 
 
 @functools.cache
@@ -431,7 +518,7 @@ def rule(layers, policy, **keys):
 
 
 BOTH = {"policy": "full+selective"}
-COMMON = (*FORMS, *USUAL, *UNUSUAL)
+COMMON = (*FORMS, *USUAL, *BY_OTHERS, *UNUSUAL)
 CHOICES = ("dropout", "LoRA on the last layer", "hub, then enabled")
 """Modes in which the choice of blocks may matter."""
 OF_STACKS = {"layers": {"encoder": "0,2", "decoder": "1"}}
@@ -441,7 +528,7 @@ RULES_OF_STACKS = {
 }
 ACTIONS = {
     "none": Asked({"policy": "none"}, "-", ("plain", "LoRA")),
-    "full": Asked({"policy": "full"}, "full", (*COMMON, *CHANGED)),
+    "full": Asked({"policy": "full"}, "full", (*COMMON, *SHARDED, *CHANGED)),
     "random state kept": Asked({"preserve_rng_state": True}, "full", ("dropout",)),
     "random state not kept": Asked({"preserve_rng_state": False, "determinism_check": "none"}, "full", ("plain",)),
     "every 2": Asked({"every_n_layers": 2}, "full - full", CHOICES),
@@ -449,8 +536,8 @@ ACTIONS = {
     "layers of stacks": Asked(OF_STACKS, "full - full - full -", CHOICES, ("t5",)),
     "rules": Asked({"rules": [rule("0-2", "full"), rule("1,-1", "none")]}, "full - -", CHOICES),
     "rules of stacks": Asked(RULES_OF_STACKS, "full - - - full full", CHOICES, ("t5",)),
-    "selective": Asked(selective(), "selective", (*COMMON, *CHANGED)),
-    "save attention": Asked(selective("attention"), "selective", (*COMMON, *CHANGED)),
+    "selective": Asked(selective(), "selective", (*COMMON, *SHARDED, *CHANGED)),
+    "save attention": Asked(selective("attention"), "selective", (*COMMON, *SHARDED, *CHANGED)),
     "save linear": Asked(selective("linear"), "selective", (*FORMS, *UNUSUAL)),
     "full+selective": Asked(BOTH, "full+selective", ("dropout", "autocast", "bf16", "kept graph", *UNUSUAL)),
     "both, save attention": Asked({**BOTH, "save": ["attention"]}, "full+selective", ("sdpa", "lora_dropout")),
@@ -463,12 +550,12 @@ ACTIONS = {
     "1 segment": Asked({"segments": 1}, "segment", (*FORMS, "LoRA on the last layer")),
     "2 segments": Asked({"segments": 2}, "segment", (*COMMON, *CHANGED)),
     # The last block of a stack moves nothing, because its backward comes at once.
-    "offload": Asked({"policy": "offload"}, "offload offload full", (*COMMON, *CHANGED)),
+    "offload": Asked({"policy": "offload"}, "offload offload full", (*COMMON, *SHARDED, *CHANGED)),
     "saved": Asked(selective(offload="saved"), "moved moved selective", (*FORMS, *USUAL, *UNUSUAL)),
     "saved, save attention": Asked(
         selective("attention", offload="saved"), "moved moved selective", (*FORMS, *UNUSUAL)
     ),
-    "head": Asked(selective(head=5), "selective", (*FORMS, *USUAL), ("llama", "gpt2", "t5")),
+    "head": Asked(selective(head=5), "selective", (*FORMS, *USUAL, *BY_OTHERS), ("llama", "gpt2", "t5")),
 }
 EVERYWHERE = ("full", "selective", "save attention", "head")
 """Actions that are compared in `FORMS` in all families. Other cells run in two families by default, in turn."""
@@ -559,6 +646,11 @@ def test_gradients_are_those_of_no_checkpointing(family, action, mode):
     assert torch.equal(random_state, random_state_after)
     check_counts(mode, engines, frozen, found, installation(model).regions)
     check_moved(mode, engines, frozen, found, lanes)
+
+
+def test_segments_refuse_weights_that_are_sharded_block_by_block():
+    with pytest.raises(hf_ckpt.HfCkptError, match="sharded or moved block by block"):
+        test_gradients_are_those_of_no_checkpointing("llama", "2 segments", "FSDP2")
 
 
 # --- other architectures ----------------------------------------------------------------------------------------------
