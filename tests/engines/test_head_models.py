@@ -12,9 +12,8 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers.adapters import with_lora
 from helpers.others import other_model
 from helpers.steps import ROUNDING, assert_near, assert_same, enable, outcome, planned, step, without_cache
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
@@ -251,21 +250,3 @@ def test_trainer(name, options, tmp_path, whole):
         assert calls(model) == (6 if head == CHUNK else 0)
     assert error(*moved) < 1e-4  # differences of parameters, which are rounded to 6e-8 of their size
     assert not whole
-
-
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_ddp(options, whole):
-    """Logits stay in chunks under DDP, which passes outputs through a function of its own."""
-    expected, _ = trained(model_of("llama"), batch_of("llama"))
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = on(model_of("llama"))
-        wrapped = DistributedDataParallel(model, **options)
-        for step_number in range(3):
-            got, outputs = trained(wrapped, {**batch_of("llama"), "use_cache": False})
-            assert_near(expected, {name.removeprefix("module."): value for name, value in got.items()})
-            assert calls(model) == step_number + 1
-            assert type(outputs.logits) is Logits
-        assert not whole
-    finally:
-        distributed.destroy_process_group()

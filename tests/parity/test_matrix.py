@@ -178,6 +178,10 @@ def one_rank():
         dist.destroy_process_group()
 
 
+def ddp(**options):
+    return functools.partial(DistributedDataParallel, **options)
+
+
 def sharded(model):
     """The model under FSDP2."""
     mesh = init_device_mesh("cpu", (1,))
@@ -428,8 +432,9 @@ USUAL = {
 DECODERS = {"families": ("llama", "gpt2")}
 BY_OTHERS = {
     "resumed": Mode(way=resumed, forwards=2, backwards=2, **DROPOUT),
-    "DDP": Mode(share=DistributedDataParallel, way=accumulation, forwards=3, backwards=3, **DROPOUT),
-    "DDP, LoRA": Mode(share=DistributedDataParallel, adapters="peft", **DROPOUT),
+    "DDP": Mode(share=ddp(), way=accumulation, forwards=3, backwards=3, **DROPOUT),
+    "DDP, static graph": Mode(share=ddp(static_graph=True), way=accumulation, forwards=3, backwards=3),
+    "DDP, unused parameters": Mode(share=ddp(find_unused_parameters=True), adapters="peft", **DROPOUT),
     "preferences": Mode(loss="of preferences", **DROPOUT, **DECODERS),
     "preferences, autocast": Mode(loss="of preferences", autocast=True, **DECODERS),
 }
