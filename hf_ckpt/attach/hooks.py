@@ -137,7 +137,8 @@ class PassHook(ModelHook):
                 if record.watch is None:
                     record.watch = record.decider.watch(record)
                 record.watch.on_forward(self.base, record, module)
-        if outermost and record.regions and self.drops_caches:
+        own = "forward" not in vars(module) or compat.transformers.forward_parameters(module) == self.parameters
+        if outermost and own and record.regions and self.drops_caches:
             caches = compat.transformers.caches_among(self.parameters, args, kwargs)
             filled = next((name for name, cache in caches.items() if compat.transformers.is_filled(cache)), None)
             if filled is None:
@@ -155,7 +156,8 @@ class PassHook(ModelHook):
                 )
         if self.blocks:
             self._check(module, record)
-        return self._without_cache(module, args, kwargs)
+        # TRL and Lightning redirect: they put a loss in the place of a model's forward, for one call.
+        return self._without_cache(module, args, kwargs) if own else None
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called even after an error; then `output` is None."""

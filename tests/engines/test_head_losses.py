@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import pytest
@@ -88,6 +89,18 @@ def selected_by_rows(logits):
     return torch.stack([functional.log_softmax(row, dim=-1).gather(dim=-1, index=words) for row, words in pairs])
 
 
+def entropy(logits):
+    """The entropy of each token, as TRL computes it."""
+    rows = [functional.log_softmax(part, dim=-1) for part in logits.reshape(-1, WORDS).split(5, dim=0)]
+    return torch.cat([-(torch.exp(each) * each).sum(-1) for each in rows])
+
+
+def chosen_and_rejected(logits):
+    """CPO's and ORPO's metrics beside a loss, and Online DPO's log-probabilities."""
+    one, other = (torch.take_along_dim(x.log_softmax(-1), LABELS[:1, :, None], 2) for x in logits[:2].chunk(2, 0))
+    return one.sum() - other.sum() + 0.1 * logits.mean() + 0.01 * logits[0].sum()
+
+
 LOSSES = {
     "mean": loss_of(),
     "sum": loss_of(reduction="sum"),
@@ -102,6 +115,8 @@ LOSSES = {
     "selected by rows": selected_by_rows,
     "one row": lambda logits: logits[1, 2].logsumexp(-1) - logits[0, 0].gather(0, torch.tensor([3])).sum(),
     "label smoother": lambda logits: LabelSmoother(0.1)({"logits": logits}, SOME, shift_labels=True),
+    "entropy": lambda logits: entropy(logits / 1.3),
+    "chosen and rejected": chosen_and_rejected,
     "part": lambda logits: functional.cross_entropy(logits[CHOSEN], LABELS[CHOSEN]),
     "added losses": lambda logits: loss_of()(logits) + 0.1 * logits.logsumexp(-1).square().mean(),
 }
@@ -164,7 +179,7 @@ def test_frozen_heads_and_detached_logits_have_no_graph(whole):
         assert not loss_of()(detached).requires_grad
         assert not detached.logsumexp(-1).requires_grad
     assert not whole
-    assert torch.equal(halved.tanh().exp(), (head(hidden) / 2).tanh().exp())
+    assert torch.equal(halved.tanh().sin(), (head(hidden) / 2).tanh().sin())
     leaf = logits.detach().requires_grad_()
     loss_of()(leaf).backward()
     assert head.weight.grad is None
@@ -200,6 +215,24 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient, None
 
 
+class ByAddress(torch.autograd.Function):
+    """`logsumexp` of values read at their address, by strides, as TRL's kernels do on a GPU."""
+
+    @staticmethod
+    def values(logits):
+        floats = (ctypes.c_float * logits.numel()).from_address(logits.data_ptr())
+        return torch.frombuffer(floats, dtype=torch.float32).as_strided(logits.shape, logits.stride())
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return ByAddress.values(logits).logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ByAddress.values(*ctx.saved_tensors).softmax(-1) * gradient.unsqueeze(-1)
+
+
 def masked(logits):
     logits[..., 3:9] = -5.0
     return loss_of()(logits)
@@ -214,6 +247,7 @@ USES = {
     "loss and square": lambda logits: loss_of()(logits) + logits.square().mean(),
     "identity function, then loss": lambda logits: loss_of()(Doubled.apply(logits, False)),
     "copying function, then loss": lambda logits: loss_of()(Doubled.apply(logits, True)),
+    "kernel": ByAddress.apply,
     "masked in place": masked,
     "copy changed": lambda logits: loss_of()(logits) + masked(logits.clone()),
     "gradient watched": watched,
@@ -234,6 +268,11 @@ def test_other_uses_get_plain_logits(name, whole, caplog):
     assert len(named) == len(set(named))
 
 
+@pytest.mark.parametrize("work", [lambda x: x.detach().exp() * x, lambda x: x[:1] * x[1:2]], ids=["constant", "tokens"])
+def test_products_with_other_logits_get_plain_logits(work):
+    assert_near(*both(work, *toy()))
+
+
 def test_gradients_of_the_logits_can_be_given():
     head, hidden = toy()
     down = torch.randn(*TOKENS, WORDS)
@@ -249,9 +288,9 @@ def change_part(logits):
 
 def change_after_part(logits):
     rest = logits[:, 1:]
-    logits.exp()
+    logits.sin()
     logits[:, 2].zero_()
-    return rest.exp()
+    return rest.sin()
 
 
 def change_below_autograd(logits):
@@ -286,15 +325,15 @@ def test_changes_in_place_that_cannot_be_followed_are_refused(work):
 def test_logits_after_the_optimizers_step_are_refused():
     head, hidden = toy()
     used, late = lazy(head, hidden), lazy(head.requires_grad_(False), hidden)
-    expected = used.exp()
+    expected = used.sin()
     loss, rows = loss_of()(late), late.logsumexp(-1).sum()
     with torch.no_grad():
         head.weight.add_(1)
-    for use in (torch.argmax, torch.exp, loss_of(reduction="none"), lambda logits: rows.backward()):
+    for use in (torch.argmax, torch.sin, loss_of(reduction="none"), lambda logits: rows.backward()):
         with pytest.raises(HfCkptError, match="parameters of the head had changed"):
             use(late)
     loss.backward()  # its gradients were computed in the forward
-    assert torch.equal(used.exp(), expected)
+    assert torch.equal(used.sin(), expected)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -322,7 +361,7 @@ def test_nothing_stays_alive(autocast, whole):
             loss.backward()
             head.weight.grad = head.bias.grad = hidden.grad = None
             assert not whole
-            logits.exp()
+            logits.sin()
             assert live.current_bytes - live.start_bytes > logits.nbytes / 2
             del logits, loss
             whole.clear()

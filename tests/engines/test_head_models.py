@@ -14,7 +14,6 @@ from helpers.others import other_model
 from helpers.steps import ROUNDING, assert_near, assert_same, enable, outcome, planned, step, without_cache
 from torch import nn
 from torch.nn import functional
-from transformers import Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt.engines.head.logits import Logits
@@ -225,28 +224,3 @@ def test_a_copy_of_data_parallel_is_an_error():
         replica(**batch_of("llama"), use_cache=False)
     trained(model, batch_of("llama"))
     assert calls(model) == 1
-
-
-# --- in training loops ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("t5", {"label_smoothing_factor": 0.1})])
-def test_trainer(name, options, tmp_path, whole):
-    """Chunks fit the Trainer, which divides losses by `num_items_in_batch`, or smooths labels."""
-    batch = tiny_batch(name, batch=12, tokens=32)
-    batch["labels"][batch["labels"] % 5 < 2] = -100
-    if name == "t5":
-        batch["decoder_input_ids"] = batch["labels"].clamp(min=0)  # smoothing removes the labels
-    rows = [{key: value[index] for key, value in batch.items()} for index in range(12)]
-    keys = {"use_cpu": True, "disable_tqdm": True, "report_to": [], "save_strategy": "no", "max_steps": 3, **options}
-    keys |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd", "learning_rate": 0.5}
-    moved, start = [], dict(tiny_model(name, layers=1).named_parameters())
-    for head in ("full", CHUNK):
-        model = on(tiny_model(name, layers=1), head)
-        model.accepts_loss_kwargs = name != "t5"
-        Trainer(model, TrainingArguments(str(tmp_path), **keys), train_dataset=rows).train()
-        moved.append({key: (parameter - start[key]).detach() for key, parameter in model.named_parameters()})
-        assert calls(model) == (6 if head == CHUNK else 0)
-    assert error(*moved) < 1e-4  # differences of parameters, which are rounded to 6e-8 of their size
-    assert not whole

@@ -30,6 +30,8 @@ TASKS = {
     "reward": {"chosen": TEXTS, "rejected": [text[::-2] for text in TEXTS]},
     "kto": {"prompt": PROMPTS, "completion": TEXTS, "label": [row % 2 == 0 for row in range(20)]},
     "rloo": {"prompt": PROMPTS},
+    "distillation": {"prompt": PROMPTS, "completion": TEXTS},
+    "orpo": {"prompt": PROMPTS, "chosen": TEXTS, "rejected": [text[::-2] for text in TEXTS]},
 }
 # TRL's defaults are kept: it computes in bf16 and enables checkpointing.
 COMMON = {

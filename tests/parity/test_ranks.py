@@ -23,9 +23,7 @@ DDP = {
     "lora, saved, static_graph": Case("ddp", model="lora, saved", steps=2, options=STATIC),
     "installed on ddp": Case("ddp", order="after"),
     "mixed, find_unused": Case("ddp", specs=(MIXED,), options=UNUSED),
-    "bert, selective": Case("ddp", "bert", (SELECTIVE,)),
     "bert, unused pooler": Case("ddp", "bert", model="headless", options=UNUSED),
-    "t5, every_2": Case("ddp", "t5", (EVERY_2,)),
     "t5, segments, accumulate": Case("ddp", "t5", (SEGMENTS,), accumulate=3),
     "pair, static_graph": Case("ddp", pair=True, options=STATIC),
     "frozen": Case("ddp", model="frozen"),
@@ -34,7 +32,6 @@ DDP = {
 FSDP2 = {
     "fsdp2, head": Case("fsdp2", specs=(HEAD,)),
     "fsdp2, lora, bf16": Case("fsdp2", model="lora", half=True),
-    "fsdp2, bert, selective": Case("fsdp2", "bert", (SELECTIVE,), steps=2),
     "fsdp2, t5, every_2, accumulate": Case("fsdp2", "t5", (EVERY_2,), accumulate=3),
     "fsdp2, t5, mixed, after, bf16": Case("fsdp2", "t5", (MIXED,), order="after", half=True, dropout=0.1),
     # Each rank has its own plan and its own batches.

@@ -152,8 +152,7 @@ class Logits(torch.Tensor):
 
         def work(values: torch.Tensor, chunk: slice) -> torch.Tensor:
             with autocast(device_type, dtype):
-                for operation in operations:
-                    values = operation(values)
+                values = _applied(operations, values)
                 return function(values) if beside is None else function(values, beside[chunk])
 
         return work
@@ -253,6 +252,13 @@ class _Values(torch.autograd.Function):
         return gradient.view(ctx.shape)
 
 
+def _applied(operations: Operations, values: torch.Tensor) -> torch.Tensor:
+    """Apply the operations to rows of values, in order."""
+    for operation in operations:
+        values = operation(values)
+    return values
+
+
 def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
     """Call `func` with `values(logits)` in place of all logits among its arguments. Warns once."""
 
@@ -310,11 +316,13 @@ def _indexed(func: Any, logits: Logits, index: Any) -> Any:
     return logits.derived(logits.hidden[index])
 
 
-def _unbound(func: Any, logits: Logits, dim: int = 0) -> Any:
-    """`unbind` of the first dimension. Iteration uses it, as TRL does for log-probabilities."""
-    if dim != 0 or logits.dim() < 2:
+def _parts(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+    """`split`, `chunk` and `unbind` of tokens, as TRL does for entropies and, by iteration, for log-probabilities."""
+    place = 0 if func.__name__ == "unbind" else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+    if logits.dim() < 2 or dim in (-1, logits.dim() - 1):
         return NotImplemented
-    return tuple(map(logits.derived, logits.hidden.unbind(0)))
+    return tuple(map(logits.derived, func(logits.hidden, *args, **kwargs)))
 
 
 def _pointwise(func: Any, logits: Logits, *operands: Any, **more: Any) -> Any:
@@ -331,6 +339,21 @@ def _pointwise(func: Any, logits: Logits, *operands: Any, **more: Any) -> Any:
     if more or len(rows) < len(operands):
         return NotImplemented
     return logits.derived(logits.hidden, lambda values: func(values, *rows))
+
+
+def _product(func: Any, logits: Logits, other: Any, **more: Any) -> Any:
+    """`mul`, also by a function of the same logits: an entropy is the sum of p log p."""
+    if not isinstance(other, Logits):
+        return _pointwise(func, logits, other, **more)
+    hidden = (logits.hidden, other.hidden)
+    mine, its = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) for x in hidden)
+    alike = other.call is logits.call and mine == its and other.requires_grad == logits.requires_grad
+    if more or not alike or other.computed is not None or not other.in_its_place():
+        return NotImplemented
+    other.check()
+    first, second = logits.operations, other.operations
+    plain = Logits.make(logits.call, logits.hidden, (), logits.call.like, [], graph=logits.requires_grad)
+    return plain.derived(plain.hidden, lambda values: func(_applied(first, values), _applied(second, values)))
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
@@ -399,8 +422,17 @@ def _gathered(func: Any, logits: Logits, dim: int, index: torch.Tensor, **more: 
     return _in_rows(logits, lambda values, words: values.gather(-1, words), index)
 
 
+def _taken(func: Any, logits: Logits, indices: torch.Tensor, dim: int | None = None) -> Any:
+    """`take_along_dim` of the values of some words for each token."""
+    return NotImplemented if dim is None else _gathered(func, logits, dim, indices)
+
+
 def _reduced(func: Any, logits: Logits, dim: Any = None, *more: Any, **options: Any) -> Any:
-    """`sum`, `logsumexp` and `argmax` over the vocabulary."""
+    """`sum`, `mean`, `logsumexp` and `argmax` over the vocabulary, and the sum or mean of all values."""
+    if dim is None and not more and not options and func.__name__ in ("sum", "mean"):
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = _in_rows(logits, lambda values: values.sum(-1, dtype=wide)).sum()
+        return (total / logits.numel() if func.__name__ == "mean" else total).to(func(logits.like).dtype)
     if more or dim not in (-1, logits.dim() - 1, (-1,), [-1]) or options.keys() - {"keepdim", "dtype"}:
         return NotImplemented
     return _in_rows(logits, lambda values: func(values, -1, **options))
@@ -418,7 +450,6 @@ def _in_rows(logits: Logits, function: Callable[..., torch.Tensor], beside: torc
 
 RULES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _indexed,
-    torch.Tensor.unbind: _unbound,
     torch.Tensor.contiguous: lambda func, logits: logits,
     torch.Tensor.detach: lambda func, logits: logits.derived(logits.hidden, graph=False),
     functional.cross_entropy: _loss,
@@ -426,11 +457,18 @@ RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.to), _cast),
     **dict.fromkeys((functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _log_softmax),
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
-    **{getattr(owner, name): _reduced for owner in (torch, torch.Tensor) for name in ("sum", "logsumexp", "argmax")},
+    **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _taken),
+    **dict.fromkeys((torch.mul, torch.Tensor.mul), _product),
+    **{getattr(owner, name): _parts for owner in (torch, torch.Tensor) for name in ("unbind", "split", "chunk")},
+    **{
+        getattr(owner, name): _reduced
+        for owner in (torch, torch.Tensor)
+        for name in ("sum", "mean", "logsumexp", "argmax")
+    },
     **{
         getattr(owner, name): _pointwise
         for owner in (torch, torch.Tensor)
-        for name in ("add", "mul", "div", "neg", "tanh", "clone")  # DDP clones the outputs of a model
+        for name in ("add", "div", "neg", "exp", "tanh", "clone")  # DDP clones the outputs of a model
     },
 }
 """Function, as `__torch_function__` receives it -> its rule.
