@@ -9,6 +9,8 @@ from typing import Any
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import format_bytes
 
+UNITS = "(of a block, or of an operation under `selective`)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
@@ -91,7 +93,7 @@ class Description:
                 for shape, plan in self.plans.items()
             },
             f"  {len(self.frozen)} blocks below the first trainable parameter save nothing": self.frozen,
-            f"  so far: {calls} checkpointed block calls, {recomputed} recomputations": calls,
+            f"  so far: {calls} forwards of planned blocks; {recomputed} recomputations {UNITS}": calls,
             f"  watched: {watched}": watched,
             **{f"    {difference}": True for difference in (watched.differences if watched else ())},
             **{

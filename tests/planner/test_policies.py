@@ -138,7 +138,7 @@ def test_a_printed_description_says_what_has_happened():
     assert text.startswith('hf_ckpt: enabled; spec {"policy": "full"}')
     assert "1 of 4 blocks planned" in text
     assert "1 blocks below the first trainable parameter save nothing" in text
-    assert "3 checkpointed block calls, 3 recomputations" in text
+    assert "3 forwards of planned blocks; 3 recomputations" in text
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
 
 

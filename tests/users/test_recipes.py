@@ -67,7 +67,7 @@ def recipes(monkeypatch):
 def test_recipe_runs(recipe, tmp_path):
     out = tmp_path / "out"
     printed = run_recipe(recipe, "--tiny", out=out)
-    calls, recomputed = map(int, re.search(r"(\d+) checkpointed block calls, (\d+) recomp", printed).groups())
+    calls, recomputed = map(int, re.search(r"(\d+) forwards of planned blocks; (\d+) recomp", printed).groups())
     assert calls == BLOCK_CALLS[recipe]
     assert recomputed > calls if recipe == "full_gpt2" else recomputed == calls  # `selective` counts operations
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
