@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import threading
 from pathlib import Path
@@ -24,6 +25,12 @@ FIRST = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
 """The fields outside the accordion."""
 VALUES = {"batch": "16", "tokens": "1024", "device": "4080"}
 """Initial values that differ from the defaults."""
+_FROM_URL = """(fields => () => { const asked = new URLSearchParams(location.search)
+    return fields.map(([name, value]) => asked.has(name) ? value === false || asked.get(name) : value) })"""
+_TO_URL = """(fields => (...values) => { const changed = fields.flatMap(([name, value], at) =>
+        (value ?? '') === (values[at] ?? '') ? [] : [[name, values[at] ?? '']])
+    history.replaceState(null, '', '?' + new URLSearchParams(changed)); return values })"""
+"""From and to the page's address, as JavaScript of the names and initial values of its fields."""
 LOOK = {"theme": "default", "footer_links": [], "ssr_mode": False}
 """Arguments of `Blocks.launch`."""
 _measuring = threading.Lock()
@@ -116,7 +123,8 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
 
         def parts_of(forecast: Forecast, asked: Question) -> list[Any]:
             text = "\n\n".join([f"## {forecast.answer}", forecast.assumed, *forecast.notes])
-            drawn = gradio.update(value=figure_of(forecast) if forecast.plan else None, visible=bool(forecast.plan))
+            shown = forecast.within(budgets_of(forecast)[0]) if forecast.frontier and not forecast.plan else forecast
+            drawn = gradio.update(value=figure_of(shown) if shown.plan else None, visible=bool(shown.plan))
             arguments, lines, *_ = [*forecast.write.values(), "", ""]
             return [text, drawn, arguments, lines, command_of(asked), forecast.table()]
 
@@ -130,8 +138,9 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
             except HfCkptError as error:
                 raise gradio.Error(str(error), duration=None) from error
             gib = [size / GIB for size in budgets_of(forecast)] or [0.0]
-            value = min(max(forecast.budget_bytes / GIB, gib[0]), gib[-1])
-            slider = gradio.update(minimum=gib[0], maximum=gib[-1], value=value, visible=bool(forecast.plan))
+            most = max(gib[-1], gib[0] + budget.step)  # a slider needs a length
+            now = {"value": min(max(forecast.budget_bytes / GIB, gib[0]), most), "visible": bool(forecast.frontier)}
+            slider = gradio.update(minimum=gib[0], maximum=most, **now)
             return [(asked, forecast), slider, *parts_of(forecast, asked)]
 
         def move(answered: tuple[Question, Forecast], gib: float) -> list[Any]:
@@ -139,8 +148,10 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
             return parts_of(answered[1].within(limit), dataclasses.replace(answered[0], budget=limit))
 
         how: dict[str, Any] = {"api_visibility": "private", "concurrency_id": "plan", "concurrency_limit": 1}
-        for event in (button.click, page.load):
-            event(plan, inputs=[fields[name] for name in ASKED], outputs=[state, budget, *parts], **how)
+        told = {"inputs": [fields[name] for name in ASKED], "outputs": [state, budget, *parts], **how}
+        initial = json.dumps([(name, fields[name].value) for name in ASKED])
+        button.click(plan, js=f"{_TO_URL}({initial})", **told)
+        page.load(None, outputs=told["inputs"], js=f"{_FROM_URL}({initial})").then(plan, **told)
         budget.release(move, inputs=[state, budget], outputs=parts, **how)
     return page
 

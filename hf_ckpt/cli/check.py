@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         table = Table("model", "loss", "gradients", "recomputed", "result", title=f"without and with {spec.to_json()}")
         for name, check in checks.items():
-            recomputed = f"{sum(check.recomputed.values())} of {len(check.plan.active())}"
+            recomputed = f"{sum(check.recomputed.values())} in {len(check.plan.active())} blocks"
             table.add_row(name, check.loss, check.gradients, recomputed, "ok" if check else "[bold red]FAILED")
         details = [f"{name}:\n{check}" for name, check in checks.items() if not check]
         make_console().print(table)

@@ -47,10 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_unwritable(arguments.out, SUFFIXES)
     if arguments.html is not None:
         refuse_unwritable(arguments.html, (".html",))
+        import_plotly("a report in HTML")
     quiet_libraries()
     asked, program = _read_config(arguments)
-    if arguments.html is not None:
-        import_plotly("a report in HTML")
     console = make_console(stderr=arguments.json)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with progress(f"{asked.model}: loading torch and transformers") as tell:

@@ -52,9 +52,13 @@ def test_the_page_answers_and_refuses_without_a_network(browser, served):
     field.send_keys("1.25", "\t")
     browser.wait(lambda: f"--budget {exact_size(round(1.25 * GIB))}" in browser.text("#hf-command"))
     assert "gradient_checkpointing_kwargs" in browser.text("#hf-arguments")
-    field = browser.find("#hf-batch input, #hf-batch textarea")
-    browser.driver.execute_script("arguments[0].select()", field)
-    field.send_keys("0", "\t")
-    browser.find("#hf-plan").click()
-    browser.wait(lambda: "Batch: must be a whole number" in browser.text("body"))
+    for value, told in (("4", "--batch 4"), ("0", "Batch: must be a whole number")):
+        field = browser.find("#hf-batch input, #hf-batch textarea")
+        browser.driver.execute_script("arguments[0].select()", field)
+        field.send_keys(value, "\t")
+        browser.find("#hf-plan").click()
+        browser.wait(lambda told=told: told in browser.text("#hf-command") + browser.text("body"))
+    assert browser.driver.current_url.endswith("/?batch=0")
+    browser.open(f"{served}?batch=2&tokens=64&lora=8&load_in_4bit=true")
+    browser.wait(lambda: "--batch 2 --seq 64 --lora 8 --load-in-4bit" in browser.text("#hf-command"), 120)
     assert [url for url in browser.requested() if not re.match(r"(http|ws)://127\.0\.0\.1:7869/", url)] == []

@@ -84,7 +84,7 @@ def test_the_page_answers_moves_and_refuses():
     """The callbacks of the page: a plan for its first question, another budget, no plan, and a wrong field."""
     gradio = pytest.importorskip("gradio")
     page = app.build("mini-gpt2")
-    plan, _, move = (function for function in page.fns.values())
+    plan, *_, move = (function for function in page.fns.values())
     values = [page.blocks[field._id].value for field in plan.inputs]
     assert app.question_of(*values) == asked_on_page(batch="16", tokens="1024", device="4080")
 
@@ -103,7 +103,8 @@ def test_the_page_answers_moves_and_refuses():
     budget = list(app.ASKED).index("budget")
     none = parts(plan, *values[:budget], "200MiB", *values[budget + 1 :])
     assert "Does not fit: " in none["hf-answer"]
-    assert not none["hf-figure"]["visible"]
+    assert none["hf-figure"]["visible"]  # of the lowest peak
+    assert none["hf-slider"]["value"] == none["hf-slider"]["minimum"]
     assert none["hf-rows"][0][-1] == "yes"
     with pytest.raises(gradio.Error, match="Budget: "):
         plan.fn(*values[:budget], "lots", *values[budget + 1 :])

@@ -70,13 +70,12 @@ def assert_as_planned(case: Case, rank: int, found: dict[str, Any]) -> None:
     """Check forwards and recomputations of each planned block, by hf_ckpt's count and by a count inside each block."""
     planned = case.planned(rank)
     assert found["forwards"] == dict.fromkeys(planned, case.forwards)
-    frozen = case.blocks()[:2] if case.model == "frozen" else []
-    whole = [name for name, kind in planned.items() if kind == "full" and name not in frozen]
+    whole = [name for name, kind in planned.items() if kind == "full"]
     # Of a segment of two blocks, the first also runs again to make the second one's input.
     first = ("0", "2") if "segments" in case.specs[rank % len(case.specs)] else ()
-    again = {name: case.forwards * (2 if name.endswith(first) else 1) for name in whole} | dict.fromkeys(frozen, 0)
+    again = {name: case.forwards * (2 if name.endswith(first) else 1) for name in whole}
     counts = {name: found["recomputed"][name] for name in planned}
-    assert {name: counts[name] for name in (*whole, *frozen)} == again
+    assert {name: counts[name] for name in whole} == again
     assert found["calls"] == {name: case.forwards + again.get(name, 0) for name in case.blocks()}
     rebuilt = [counts[name] for name, kind in planned.items() if kind == "selective"]
     if rebuilt and case.by == "zero3":  # a block may have nothing that can be rebuilt, which a warning says

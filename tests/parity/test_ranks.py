@@ -26,7 +26,6 @@ DDP = {
     "bert, unused pooler": Case("ddp", "bert", model="headless", options=UNUSED),
     "t5, segments, accumulate": Case("ddp", "t5", (SEGMENTS,), accumulate=3),
     "pair, static_graph": Case("ddp", pair=True, options=STATIC),
-    "frozen": Case("ddp", model="frozen"),
     "compiled": Case("ddp", specs=(COMPILED,)),
 }
 FSDP2 = {

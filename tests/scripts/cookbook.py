@@ -23,8 +23,8 @@ QUESTIONS = {
         "--dtype float32 --autocast bfloat16 --device 3060 --budget 7GiB"
     ),
     "LoRA of T5-3B on 24 GB": "hf-ckpt plan t5-3b --batch 4 --seq 512 --target-seq 128 --lora 16 --device 4090",
-    "Full fine-tuning of GPT-2 XL on 40 GB": (
-        "hf-ckpt plan gpt2-xl --batch 8 --seq 1024 --dtype float32 --autocast bfloat16 --device a100-40"
+    "LoRA of LLaVA 1.5 7B, a vision-language model, on 24 GB": (
+        "hf-ckpt plan llava-1.5-7b --images 1 --batch 2 --seq 1024 --lora 16 --device 4090"
     ),
     "QLoRA of a 70B model on 80 GB": (
         "hf-ckpt plan llama-3.1-70b --seq 4096 --lora 16 --load-in-4bit --head auto --device h100"
@@ -40,9 +40,9 @@ QUESTIONS = {
     ),
 }
 REMARKS = {
-    "QLoRA of a mixture of experts, 8x7B, on 80 GB": "Only attention gets 4 bits here, and no setting near it fits.",
-    "DPO of a 7B model on 48 GB": (
-        "A batch of 2 pairs is 4 sequences. The reference is the model without its adapters."
+    "LoRA of LLaVA 1.5 7B, a vision-language model, on 24 GB": (
+        "The plan covers both stacks. To leave the tower as it is, give [each stack a\n"
+        "policy](policies.md#a-policy-for-each-stack)."
     ),
 }
 INTRODUCTION = """# Cookbook

@@ -61,10 +61,6 @@ def build(case: Case) -> nn.Module:
             module.config.use_cache = False  # a cache changes memory layouts, and so the last bits of T5
     if case.model == "headless":
         model = model.bert  # its pooler's parameters do not affect a loss on hidden states
-    elif case.model == "frozen":  # up to block 2
-        model.get_input_embeddings().requires_grad_(False)
-        for block in list(find_blocks(model).modules.values())[:2]:
-            block.requires_grad_(False)
     elif case.model.startswith("lora"):
         saved = ["lm_head"] if case.model == "lora, saved" else None
         model = with_lora(model, case.family, lora_dropout=case.dropout, modules_to_save=saved)
