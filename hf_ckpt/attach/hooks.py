@@ -137,9 +137,10 @@ class PassHook(ModelHook):
                 if record.watch is None:
                     record.watch = record.decider.watch(record)
                 record.watch.on_forward(self.base, record, module)
+        # TRL and Lightning redirect: they put a loss in the place of a model's forward, for one call.
         own = "forward" not in vars(module) or compat.transformers.forward_parameters(module) == self.parameters
-        if outermost and own and record.regions and self.drops_caches:
-            caches = compat.transformers.caches_among(self.parameters, args, kwargs)
+        if outermost and record.regions and self.drops_caches:
+            caches = compat.transformers.caches_among(self.parameters, args if own else (), kwargs)
             filled = next((name for name, cache in caches.items() if compat.transformers.is_filled(cache)), None)
             if filled is None:
                 # Planned blocks would not write into them, but others would, for the next forward to find them.
@@ -156,8 +157,7 @@ class PassHook(ModelHook):
                 )
         if self.blocks:
             self._check(module, record)
-        # TRL and Lightning redirect: they put a loss in the place of a model's forward, for one call.
-        return self._without_cache(module, args, kwargs) if own else None
+        return self._without_cache(module, args, kwargs) if own else (args, kwargs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called even after an error; then `output` is None."""
