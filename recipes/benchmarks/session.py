@@ -24,7 +24,7 @@ Gradients = Mapping[str, torch.Tensor]
 LEARNING_RATE = 1e-5
 """So small that random weights stay finite."""
 MEASURED_STEPS = 20
-"""Steps of a run before its plan is taken. It needs about seven, or up to 18 with three kinds of blocks in two stacks."""
+"""Steps of a run before its plan is taken. It needs seven to eighteen."""
 
 
 def config_for(settings: Namespace, name: str) -> Any:
