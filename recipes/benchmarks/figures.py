@@ -122,14 +122,13 @@ def read(name: str) -> Results:
 def ahead() -> str:
     """How often the plan for a budget fits, and nothing else that fits is faster."""
     compared = {
-        "LLaMA, GPT-2, BERT, T5": ("peers", OURS),
-        "LoRA of rank 8: LLaMA, BERT": ("peers-lora", OURS),
-        "dropout of 0.1: GPT-2": ("peers-dropout", OURS),
-        "compiled blocks: LLaMA, GPT-2, BERT, T5": ("compiled", OURS_COMPILED),
+        "LLaMA, GPT-2, BERT, T5": "peers",
+        "LoRA of rank 8: LLaMA, BERT": "peers-lora",
+        "dropout of 0.1: GPT-2": "peers-dropout",
     }
     lines = []
-    for training, (name, group) in compared.items():
-        plans = [line for case in read(name).good.values() for line in at_budgets(case) if line[0]["group"] == group]
+    for training, name in compared.items():
+        plans = [line for case in read(name).good.values() for line in at_budgets(case)]
         first = sum(mine["allocated_bytes"] <= mine["budget_bytes"] and apart <= 1 for mine, _, apart in plans)
         known = [apart for _, other, apart in plans if other is not None]
         lines.append((training, f"{first} of {len(plans)}", f"{min(known):.2f} to {max(known):.2f}"))

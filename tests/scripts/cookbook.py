@@ -22,7 +22,6 @@ QUESTIONS = {
         "hf-ckpt plan bert-large --batch 16 --seq 512 --architecture BertForSequenceClassification "
         "--dtype float32 --autocast bfloat16 --device 3060 --budget 7GiB"
     ),
-    "LoRA of T5-3B on 24 GB": "hf-ckpt plan t5-3b --batch 4 --seq 512 --target-seq 128 --lora 16 --device 4090",
     "LoRA of LLaVA 1.5 7B, a vision-language model, on 24 GB": (
         "hf-ckpt plan llava-1.5-7b --images 1 --batch 2 --seq 1024 --lora 16 --device 4090"
     ),
