@@ -252,6 +252,7 @@ USES = {
     "copy changed": lambda logits: loss_of()(logits) + masked(logits.clone()),
     "gradient watched": watched,
     "columns": lambda logits: logits[..., 3:7].square().sum() + logits[0, :, 1].sum() + logits[1, 2, 3],
+    "parts of words": lambda logits: logits.split(20, -1)[1].square().sum() + logits.unbind(-1)[3].sum(),
     "flat": lambda logits: logits.flatten(0, 1).logsumexp(0),
     "last place": lambda logits: functional.cross_entropy(logits.transpose(1, 2), SOME),
 }
@@ -298,19 +299,16 @@ def change_below_autograd(logits):
         logits.mul_(2)
 
 
-def change_part_that_nobody_holds(logits):
-    logits[:, 1:].mul_(2)
-    return loss_of()(logits)
-
-
-def change_view_that_nobody_holds(logits):
-    logits[0][..., 2:].mul_(2)
-    return loss_of()(logits)
+def change_part_before_a_product(logits):
+    weights, rest = logits.exp(), logits[:, 1:]
+    functional.relu(rest, inplace=True)
+    return weights * logits
 
 
 CHANGES = [
-    *(change_part, change_after_part, change_part_that_nobody_holds, change_view_that_nobody_holds),
-    change_below_autograd,
+    *(change_part, change_after_part, change_below_autograd, change_part_before_a_product),
+    lambda logits: (logits[:, 1:].mul_(2), loss_of()(logits)),  # parts that nobody holds
+    lambda logits: (logits[0][..., 2:].mul_(2), loss_of()(logits)),
 ]
 
 

@@ -415,16 +415,11 @@ def _loss(
     return total.to(logits.dtype if compat.devices.autocast_dtype(logits.call.device_type) is None else torch.float32)
 
 
-def _gathered(func: Any, logits: Logits, dim: int, index: torch.Tensor, **more: Any) -> Any:
+def _gathered(func: Any, logits: Logits, dim: int | None, index: torch.Tensor, **more: Any) -> Any:
     """`gather` of the values of some words for each token."""
     if more or dim not in (-1, logits.dim() - 1) or index.shape[:-1] != logits.shape[:-1]:
         return NotImplemented
     return _in_rows(logits, lambda values, words: values.gather(-1, words), index)
-
-
-def _taken(func: Any, logits: Logits, indices: torch.Tensor, dim: int | None = None) -> Any:
-    """`take_along_dim` of the values of some words for each token."""
-    return NotImplemented if dim is None else _gathered(func, logits, dim, indices)
 
 
 def _reduced(func: Any, logits: Logits, dim: Any = None, *more: Any, **options: Any) -> Any:
@@ -457,7 +452,10 @@ RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.to), _cast),
     **dict.fromkeys((functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _log_softmax),
     **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
-    **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _taken),
+    **dict.fromkeys(
+        (torch.take_along_dim, torch.Tensor.take_along_dim),
+        lambda func, logits, indices, dim=None: _gathered(func, logits, dim, indices),
+    ),
     **dict.fromkeys((torch.mul, torch.Tensor.mul), _product),
     **{getattr(owner, name): _parts for owner in (torch, torch.Tensor) for name in ("unbind", "split", "chunk")},
     **{
