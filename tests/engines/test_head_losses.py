@@ -252,7 +252,9 @@ USES = {
     "copy changed": lambda logits: loss_of()(logits) + masked(logits.clone()),
     "gradient watched": watched,
     "columns": lambda logits: logits[..., 3:7].square().sum() + logits[0, :, 1].sum() + logits[1, 2, 3],
-    "parts of words": lambda logits: logits.split(20, -1)[1].square().sum() + logits.unbind(-1)[3].sum(),
+    "parts of words": lambda logits: logits.split(20, -1)[1].square().sum(),
+    "one word": lambda logits: logits.unbind(-1)[3].sum(),
+    "tokens taken": lambda logits: torch.take_along_dim(logits, LABELS[..., None] % 3, 0),
     "flat": lambda logits: logits.flatten(0, 1).logsumexp(0),
     "last place": lambda logits: functional.cross_entropy(logits.transpose(1, 2), SOME),
 }
