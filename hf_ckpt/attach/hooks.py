@@ -262,6 +262,7 @@ class HeadForward(ModelHook):
         if isinstance(result, Logits):
             self.counter.calls += 1
             self.counter.last = f"chunks of {result.call.tokens} tokens"
+            result.call.when_read_whole = self.counter.read_whole
         else:
             self.counter.last = "as a whole, because it is one chunk"
         return result

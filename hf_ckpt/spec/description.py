@@ -9,8 +9,6 @@ from typing import Any
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import format_bytes
 
-UNITS = "(of a block, or of an operation under `selective`)"
-
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
@@ -80,6 +78,7 @@ class Description:
         stacks = self.plan.prediction.stacks if self.plan.prediction else ()
         kept = [f"{stack} {format_bytes(size)}" for stack, size in stacks]
         calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
+        units = "(of a block, or of an operation under `selective`)"
         not_counted = "in graphs of torch.compile, where nothing is counted"
         lines = {
             f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}": True,
@@ -93,7 +92,7 @@ class Description:
                 for shape, plan in self.plans.items()
             },
             f"  {len(self.frozen)} blocks below the first trainable parameter save nothing": self.frozen,
-            f"  so far: {calls} forwards of planned blocks; {recomputed} recomputations {UNITS}": calls,
+            f"  so far: {calls} forwards of planned blocks; {recomputed} recomputations {units}": calls,
             f"  watched: {watched}": watched,
             **{f"    {difference}": True for difference in (watched.differences if watched else ())},
             **{

@@ -295,16 +295,15 @@ class MemoryTimeCallback(TrainerCallback):
             **({"ckpt/mismatch": found} if found is not None else {}),
         }
         self._windows.append(metrics)
-        planned = record is not None and record.enabled and record.regions and record.plan.head == "full"
-        if planned and head and peak and head > HEAD_SHARE * peak:
-            warn_once(
-                log,
+        remedy, planned = '"head": "auto" takes them in chunks.', record if record and record.enabled else None
+        if planned and planned.plan.head != "full":
+            head, remedy = planned.heads.whole_bytes, f"The head ran in {planned.heads.last}."
+        if planned and planned.regions and head and peak and head > HEAD_SHARE * peak:
+            text = (
                 "hf_ckpt: the logits of %s alone are %d %% of the peak (%s), and their loss and gradient come on top, "
-                'which no policy on blocks can save. "head": "auto" takes them in chunks.',
-                type(base_model(model)).__name__,
-                round(100 * head / peak),
-                format_bytes(round(head)),
             )
+            more = type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)), remedy
+            warn_once(log, text + "which no policy on blocks can save. %s", *more)
         return metrics
 
     def _write(self, args: Any, state: TrainerState, event: str, **row: Any) -> None:

@@ -20,7 +20,7 @@ from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP
-from hf_ckpt.spec.description import UNITS, Description
+from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 from hf_ckpt.training.install import trial
@@ -60,7 +60,7 @@ class Verification:
                 f"plan: {self.plan.summary()}",
                 f"loss: {self.loss}",
                 f"gradients: {self.gradients}",
-                f"{len(self.plan.active())} planned blocks: {sum(self.recomputed.values())} recomputations {UNITS}",
+                f"{len(self.plan.active())} planned blocks: {sum(self.recomputed.values())} recomputations",
                 *self.problems,
             ]
         )

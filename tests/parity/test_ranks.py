@@ -19,10 +19,8 @@ EVERY_2, SEGMENTS, HEAD = {"policy": "full", "every_n_layers": 2}, {"segments": 
 COMPILED = {"compile": "blocks", "share": 0.3}
 UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
 DDP = {
-    "lora, dropout": Case("ddp", model="lora", dropout=0.1),
     "lora, saved, static_graph": Case("ddp", model="lora, saved", steps=2, options=STATIC),
     "installed on ddp": Case("ddp", order="after"),
-    "mixed, find_unused": Case("ddp", specs=(MIXED,), options=UNUSED),
     "bert, unused pooler": Case("ddp", "bert", model="headless", options=UNUSED),
     "t5, segments, accumulate": Case("ddp", "t5", (SEGMENTS,), accumulate=3),
     "pair, static_graph": Case("ddp", pair=True, options=STATIC),

@@ -67,6 +67,7 @@ LOGITS = 2 * 12 * 320 * 4
         ({"policy": "full"}, 5 * LOGITS, 1 / 5, False),
         ({"policy": "none"}, 3 * LOGITS, 1 / 3, False),
         ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, False),  # 6 of 24 tokens per chunk
+        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, True),  # and the loss reads all logits
     ],
     ids=str,
 )
@@ -75,11 +76,15 @@ def test_a_warning_says_once_that_logits_are_most_of_the_peak(spec, peak, share,
     reading = {"reset": lambda: None, "peak_bytes": lambda: peak, "reserved_bytes": lambda: None}
     meter = types.SimpleNamespace(source="test allocator", exact=True, **reading)
     monkeypatch.setattr(callback, "PeakMeter", lambda devices: meter)
+    run, reads = trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}), said and "head" in spec
+    run.compute_loss_func = (lambda outputs, *_, **__: outputs.logits.square().mean()) if reads else None
     with caplog.at_level(logging.WARNING, "hf_ckpt"):
-        trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}).train()
+        run.train()
     assert [row["memory/head_gib"] * 2**30 for row in metrics(tmp_path)] == [pytest.approx(share * peak)] * 3
-    messages = [record.getMessage() for record in caplog.records if "the logits of" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "alone are" in record.getMessage()]
     assert len(messages) == said
     if said:
-        assert "LlamaForCausalLM alone are 33 % of the peak (30.00 KiB)" in messages[0]
-        assert '"head": "auto"' in messages[0]
+        told = "computed as a whole for `torch.Tensor.square`" if reads else '"head": "auto"'
+        assert all(
+            part in messages[0] for part in ("LlamaForCausalLM alone are 33 % of the peak (30.00 KiB), and", told)
+        )

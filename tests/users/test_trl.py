@@ -38,7 +38,6 @@ def trl_run(base, tmp_path):
         on = spec is not None or installed is not None
         flags = {"gradient_checkpointing": on, "gradient_checkpointing_kwargs": spec}
         own = {"grpo": GRPO, "rloo": {"num_generations": 2, "max_completion_length": 8}}.get(kind, {})
-        own |= {"max_completion_length": 8} if kind == "distillation" else {}
         adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
 
         def make(callback):
@@ -89,7 +88,7 @@ OPTIONS = {
     "reward model": ("reward", {}),
     "kto": ("kto", {}),
     "rloo": ("rloo", {"lora": True}),
-    "distillation": ("distillation", {}),  # puts its loss in the place of the model's forward
+    "distillation": ("distillation", {"max_completion_length": 8}),  # puts its loss in the place of the model's forward
     "orpo": ("orpo", {}),
 }
 

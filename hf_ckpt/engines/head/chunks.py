@@ -39,6 +39,8 @@ class HeadCall:
 
     def __init__(self, module: nn.Module, run: RowOperation, hidden: torch.Tensor, tokens: int) -> None:
         self.run, self.tokens = run, tokens
+        self.when_read_whole: Callable[[str, int], None] = lambda function, size: None
+        """Called with the name of a function that needs all logits, and their bytes."""
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.versions = [(tensor, version_of(tensor)) for tensor in (hidden.detach(), *module.parameters())]
         """The head's input and all its parameters, with their in-place versions at the call."""

@@ -268,11 +268,13 @@ def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], tor
         if isinstance(value, Logits):
             used.append(value)
             if value.computed is None:
+                name = str(torch.overrides.resolve_name(func) or func)
+                value.call.when_read_whole(name, value.nbytes)
                 warn_once(
                     log,
                     "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not "
                     'compute, so they were computed as a whole there. Set "head": "full" if this is meant.',
-                    torch.overrides.resolve_name(func) or func,
+                    name,
                 )
             return values(value)
         if type(value) in (list, tuple):
