@@ -66,7 +66,7 @@ def _plans_printed() -> Iterator[None]:
     handler = logging.StreamHandler()
     if os.environ.get("RANK", "0") != "0":
         handler.setLevel(logging.CRITICAL)
-    before = PLANS.level, PLANS.propagate
+    level, propagate = PLANS.level, PLANS.propagate
     PLANS.setLevel(logging.INFO)
     PLANS.propagate = False  # a script that prints logs of packages would print it twice
     PLANS.addHandler(handler)
@@ -74,7 +74,8 @@ def _plans_printed() -> Iterator[None]:
         yield
     finally:
         PLANS.removeHandler(handler)
-        PLANS.level, PLANS.propagate = before
+        PLANS.setLevel(level)  # also forgets that INFO was enabled
+        PLANS.propagate = propagate
 
 
 def _run_script(arguments: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.engines import compiled
 from hf_ckpt.engines.rebuild import tape
-from hf_ckpt.logs import forget_warnings
+from hf_ckpt.logs import PLANS, forget_warnings
 from hf_ckpt.measure.live import LiveBytes
 
 torch.set_num_threads(1)  # several workers share the cores, and threads that wait for a core spin
@@ -50,14 +50,14 @@ def every_warning_may_be_given_again():
 
 @pytest.fixture(autouse=True)
 def nothing_left_on_the_process():
-    """`hf_ckpt.install()` changes a class: fail if a test forgets to undo it, because later tests would see the
-    change."""
+    """Fail if a test leaves a class as `hf_ckpt.install()` changed it, or plans logged: later tests would see it."""
     names = (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES)
     before = {name: vars(compat.transformers.PreTrainedModel)[name] for name in names}
     yield
     after = {name: vars(compat.transformers.PreTrainedModel)[name] for name in names}
     hf_ckpt.uninstall()
     assert after == before
+    assert not PLANS.isEnabledFor(logging.INFO)
 
 
 @pytest.fixture(autouse=True)

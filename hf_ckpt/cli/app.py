@@ -160,11 +160,9 @@ def _field(gradio: Any, name: str, values: dict[str, str]) -> Any:
     """Return the input of the page for a field of a question."""
     known, default = ASKED[name], FIELDS[name].default
     look = {"label": known.label, "elem_id": f"hf-{name}", "min_width": 140}
-    if name == "model":
-        return gradio.Dropdown(list(presets()), value=values["model"], allow_custom_value=True, **look)
     if isinstance(default, bool):
         return gradio.Checkbox(default, **look)
-    if name == "device" or known.choices:
-        choices = [*DEVICES] if name == "device" else [*known.choices]
-        return gradio.Dropdown(["", *choices], value=values.get(name, default or ""), **look)
+    if listed := {"model": [*presets()], "device": [*DEVICES]}.get(name, [*known.choices]):
+        value, own = values.get(name, default or ""), name == "model"
+        return gradio.Dropdown(["", *listed], value=value, allow_custom_value=own, **look)
     return gradio.Textbox(values.get(name, ""), placeholder=str(default or "") or None, **look)
