@@ -10,23 +10,26 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
+from hf_ckpt.cli.arguments import positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.answer import HEADS, Forecast
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.presets import presets
-from hf_ckpt.forecast.question import FIELDS, Question, about, command_of, question
+from hf_ckpt.forecast.question import FIELDS, Question, about, command_of, option_of, question
 from hf_ckpt.forecast.report import budgets_of, figure_of, import_plotly
 from hf_ckpt.units import GIB
 
 ASKED = {name: about(field) for name, field in FIELDS.items() if about(field).label}
 """The fields of a `Question` that are on the page."""
+OPTIONS = {option_of(FIELDS[name]): name for name in ASKED}
+"""Their options of `hf-ckpt plan`."""
 FIRST = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
 """The fields outside the accordion."""
 VALUES = {"batch": "16", "tokens": "1024", "device": "4080"}
 """Initial values that differ from the defaults."""
 _FROM_URL = """(fields => () => { const asked = new URLSearchParams(location.search)
-    return fields.map(([name, value]) => asked.has(name) ? value === false || asked.get(name) : value) })"""
+    return fields.map(([name, value]) => !asked.has(name) ? value :
+        typeof value === 'boolean' ? asked.get(name) === 'true' : asked.get(name)) })"""
 _TO_URL = """(fields => (...values) => { const changed = fields.flatMap(([name, value], at) =>
         (value ?? '') === (values[at] ?? '') ? [] : [[name, values[at] ?? '']])
     history.replaceState(null, '', '?' + new URLSearchParams(changed)); return values })"""
@@ -58,11 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises `MissingDependencyError` without gradio or plotly, and `HfCkptError` if the port is in use.
     """
     paths = arguments.host in ("127.0.0.1", "localhost", "::1")
-    quiet_libraries()
+    quiet_libraries(to_plan=True)
     _refuse_model(arguments.model, paths)
     page = build(arguments.model, paths=paths)
-    with importing(to_plan=True):
-        import hf_ckpt.forecast.forecast  # noqa: F401  before the first question, which should not wait for it
     where = {"server_name": arguments.host, "server_port": arguments.port, "inbrowser": arguments.open}
     try:
         page.launch(**where, **LOOK, share=False)
@@ -85,14 +86,23 @@ def question_of(*values: Any, paths: bool = True) -> Question:
     fields: dict[str, Any] = {}
     for (name, known), value in zip(ASKED.items(), values, strict=True):
         value = value.strip() if isinstance(value, str) else value
-        if value not in ("", None, False):
+        if value not in ("", None):
             try:
-                fields[name] = value if value is True or known.choices else known.read(value)
+                fields[name] = value if isinstance(value, bool) or known.choices else known.read(value)
             except (HfCkptError, ValueError) as error:
                 raise HfCkptError(f"{known.label}: {error}") from None
     asked = question(fields)
     _refuse_model(asked.model, paths)
     return asked
+
+
+def changed(options: str, *values: Any) -> list[Any]:
+    """Return the values of the fields of `ASKED` with these options of `hf-ckpt plan`, which `ASKED` has."""
+    fields, name = dict(zip(ASKED, values, strict=True)), ""
+    for word in options.split():
+        name = OPTIONS.get(word, name)  # an option, or the value of the one before
+        fields[name] = not FIELDS[name].default if word in OPTIONS else word
+    return [*fields.values()]
 
 
 def build(model: str = "gpt2", *, paths: bool = True) -> Any:
@@ -107,6 +117,8 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
     except ImportError as error:
         raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
     import_plotly("hf-ckpt app")
+    from hf_ckpt.forecast.forecast import Forecaster
+
     with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:
         gradio.Markdown("# Does it fit, and what do I write?\nNo weights are loaded, and no GPU is used.")
         with gradio.Row():
@@ -115,6 +127,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
             fields |= {name: _field(gradio, name, VALUES) for name in ASKED if name not in FIRST}
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
         answer = gradio.Markdown(elem_id="hf-answer")
+        ways = gradio.Radio(label="Plan again with", visible=False, elem_id="hf-ways")
         budget = gradio.Slider(label="Budget of a step (GiB)", step=2**-10, visible=False, elem_id="hf-slider")
         figure = gradio.Plot(visible=False, elem_id="hf-figure")
         copies = [gradio.Code(label=name, elem_id=f"hf-{name}") for name in ("arguments", "lines", "command")]
@@ -132,26 +145,27 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
             try:
                 asked = question_of(*values, paths=paths)
                 with _measuring:
-                    from hf_ckpt.forecast.forecast import Forecaster
-
                     forecast = Forecaster(asked).answer()
             except HfCkptError as error:
                 raise gradio.Error(str(error), duration=None) from error
             gib = [size / GIB for size in budgets_of(forecast)] or [0.0]
             most = max(gib[-1], gib[0] + budget.step)  # a slider needs a length
-            now = {"value": min(max(forecast.budget_bytes / GIB, gib[0]), most), "visible": bool(forecast.frontier)}
-            slider = gradio.update(minimum=gib[0], maximum=most, **now)
-            return [(asked, forecast), slider, *parts_of(forecast, asked)]
+            value = min(max(round(forecast.budget_bytes / GIB, 3), gib[0]), most)
+            slider = gradio.update(minimum=gib[0], maximum=most, value=value, visible=bool(forecast.frontier))
+            options = [(f"{row.name}: {row.options}", row.options) for row in forecast.rows if row.options]
+            change = gradio.update(choices=options, value=None, visible=bool(options))
+            return [(asked, forecast), slider, change, *parts_of(forecast, asked)]
 
         def move(answered: tuple[Question, Forecast], gib: float) -> list[Any]:
             limit = round(gib * 1024) * 2**20
             return parts_of(answered[1].within(limit), dataclasses.replace(answered[0], budget=limit))
 
         how: dict[str, Any] = {"api_visibility": "private", "concurrency_id": "plan", "concurrency_limit": 1}
-        told = {"inputs": [fields[name] for name in ASKED], "outputs": [state, budget, *parts], **how}
+        inputs, outputs = [fields[name] for name in ASKED], [state, budget, ways, *parts]
         initial = json.dumps([(name, fields[name].value) for name in ASKED])
-        button.click(plan, js=f"{_TO_URL}({initial})", **told)
-        page.load(None, outputs=told["inputs"], js=f"{_FROM_URL}({initial})").then(plan, **told)
+        asking = page.load(None, outputs=inputs, js=f"{_FROM_URL}({initial})")
+        for event in (button.click, asking.then, ways.input(changed, [ways, *inputs], inputs, **how).then):
+            event(plan, inputs, outputs, js=f"{_TO_URL}({initial})", **how)
         budget.release(move, inputs=[state, budget], outputs=parts, **how)
     return page
 

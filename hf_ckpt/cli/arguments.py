@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError
@@ -53,26 +52,16 @@ def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: vars(arguments)[name] for name in FIELDS if name in arguments}
 
 
-@contextlib.contextmanager
-def importing(*, to_plan: bool = False) -> Iterator[None]:
-    """Context manager for imports of large packages: pauses garbage collection, which takes a sixth of their time.
+def quiet_libraries(*, to_plan: bool = False) -> None:
+    """Turn off progress bars, warnings and messages of other libraries. Call it before transformers is imported.
 
     With `to_plan`, packages that no plan needs look as if they were not installed, which saves a second or more.
     """
     unneeded = ("bitsandbytes", "scipy", "sklearn")
     if to_plan and not {"transformers", "peft", *unneeded} & sys.modules.keys():
+        gc.set_threshold(100_000)  # garbage collection takes a sixth of the imports' time
         sys.modules.update(dict.fromkeys(unneeded))  # type: ignore[arg-type]  # None: imports fail
         logging.getLogger("hf_ckpt.attach.attach").disabled = True  # a plan tells of unknown families itself
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def quiet_libraries() -> None:
-    """Turn off progress bars, warnings and messages of other libraries. Call it before transformers is imported."""
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

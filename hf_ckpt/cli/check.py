@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hf_ckpt.cli.arguments import importing, positive, quiet_libraries
+from hf_ckpt.cli.arguments import positive, quiet_libraries
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.errors import HfCkptError, SpecError, reason_of
 
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     checks, refused = {}, []
     with progress("loading torch and transformers") as tell:
         quiet_libraries()
-        with importing():
-            from hf_ckpt.training.verify import verify
+        from hf_ckpt.training.verify import verify
+
         for name, model, inputs, loss in _models(arguments, spec):
             tell(f"checking {name}")
             try:

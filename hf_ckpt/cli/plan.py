@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.arguments import add_options, asked_of, importing, quiet_libraries
+from hf_ckpt.cli.arguments import add_options, asked_of, quiet_libraries
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.question import FIELDS, Question, about, question
@@ -48,13 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         refuse_unwritable(arguments.html, (".html",))
         import_plotly("a report in HTML")
-    quiet_libraries()
+    quiet_libraries(to_plan=True)
     asked, program = _read_config(arguments)
     console = make_console(stderr=arguments.json)
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with progress(f"{asked.model}: loading torch and transformers") as tell:
-        with importing(to_plan=True):
-            from hf_ckpt.forecast.forecast import Forecaster
+        from hf_ckpt.forecast.forecast import Forecaster
+
         forecast = Forecaster(asked, tell, program=program).answer()
     if arguments.json:
         print(json.dumps(forecast.to_dict(), indent=1))
@@ -65,10 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         forecast.plan.save(arguments.out)
         spec = json.dumps({"plan": str(arguments.out)})
-        flags = f"--activation_checkpointing --activation_checkpointing_kwargs {shlex.quote(spec)}"
-        say(f"wrote the plan to {arguments.out}; train with it by either of")
-        say(f"  in Python:           hf_ckpt.install(model, {spec})")
-        say(f"  without a change:    python -m hf_ckpt train.py {flags}")
+        say(f"wrote the plan to {arguments.out}; the spec to train with it: {spec}")
     if arguments.html is not None:
         save_report(forecast, arguments.html)
         say(f"wrote a report with a slider for the budget to {arguments.html}")
@@ -80,7 +76,7 @@ def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
     given = asked_of(arguments)
     if arguments.config is None:
         return question(given), ""
-    with progress(f"reading {arguments.config}"), importing(to_plan=True):
+    with progress(f"reading {arguments.config}"):
         from hf_ckpt.doctor.rules import diagnose
         from hf_ckpt.doctor.trainings import fields_of, read_training
 

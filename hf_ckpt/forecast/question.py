@@ -103,7 +103,7 @@ class Question:
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
     double_quant: bool = _field(True, "scales of 4 bits stay in float32")
-    kbit_preparation: bool = _field(True, "embeddings, head and norms stay as they are, without PEFT's preparation")
+    kbit_preparation: bool = _field(True, "without PEFT's casts of the rest to float32", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(
         None,
@@ -135,7 +135,9 @@ class Question:
         read=parse_budget,
         label="Budget",
     )
-    host_budget: int | None = _field(None, "host memory that the plan may offload to (default: none)", read=parse_bytes)
+    host_budget: int | None = _field(
+        None, "host memory for offloading (default: none)", read=parse_bytes, label="Host memory"
+    )
     max_batch: bool = _field(False, "the largest batch that fits into the budget")
 
     def __post_init__(self) -> None:

@@ -81,10 +81,10 @@ def test_fields_are_read_as_options_of_the_command_line():
 
 
 def test_the_page_answers_moves_and_refuses():
-    """The callbacks of the page: a plan for its first question, another budget, no plan, and a wrong field."""
+    """The callbacks of the page: a plan for its first question, another budget, no plan, what fits, a wrong field."""
     gradio = pytest.importorskip("gradio")
     page = app.build("mini-gpt2")
-    plan, *_, move = (function for function in page.fns.values())
+    changed, plan, *_, move = (function for function in page.fns.values() if function.fn)
     values = [page.blocks[field._id].value for field in plan.inputs]
     assert app.question_of(*values) == asked_on_page(batch="16", tokens="1024", device="4080")
 
@@ -101,11 +101,14 @@ def test_the_page_answers_moves_and_refuses():
     assert moved["hf-command"].endswith(f"--budget {written['budget']}")
     assert moved["hf-rows"][0][0] == "this plan"
     budget = list(app.ASKED).index("budget")
-    none = parts(plan, *values[:budget], "200MiB", *values[budget + 1 :])
+    narrow = [*values[:budget], "200MiB", *values[budget + 1 :]]
+    none = parts(plan, *narrow)
     assert "Does not fit: " in none["hf-answer"]
     assert none["hf-figure"]["visible"]  # of the lowest peak
     assert none["hf-slider"]["value"] == none["hf-slider"]["minimum"]
     assert none["hf-rows"][0][-1] == "yes"
+    for _, options in none["hf-ways"]["choices"]:
+        assert parts(plan, *changed.fn(options, *narrow))["hf-answer"].startswith("## Fits: ")
     with pytest.raises(gradio.Error, match="Budget: "):
         plan.fn(*values[:budget], "lots", *values[budget + 1 :])
 
