@@ -126,12 +126,12 @@ def everywhere():
 
 
 @pytest.fixture
-def transformers_log():
+def transformers_log(caplog):
     """Records of transformers' own logger, which does not propagate to `caplog`."""
-    records = []
-    handler = logging.Handler()
+    records, handler = [], logging.Handler()
     handler.emit = records.append
     logger = transformers_logging.get_logger("transformers")
+    caplog.set_level(logging.WARNING, logger.name)  # commands that ran here have left it higher
     transformers_logging.get_logger("transformers.any").warning_once.__func__.cache_clear()
     logger.addHandler(handler)
     yield records
