@@ -146,8 +146,9 @@ def test_a_row_makes_the_same_bits(name, dtype, monkeypatch):
         lambda x: x.abs().pow(SCALE),  # has no row
         lambda x: functional.silu((x * 2.0).add_(x.float() * 0.7)),
         lambda x: torch.native_dropout(functional.silu(x), 0.3, False)[0] * functional.mish(x),
+        lambda x: (wide := x.double().sin()).float().square() * torch.sigmoid(wide) * wide,
     ],
-    ids=["an operation", "a sum in place of two types", "dropout in eval mode"],
+    ids=["an operation", "a sum in place of two types", "dropout in eval mode", "64 bits"],
 )
 def test_what_a_row_cannot_make_stays(block, dtype):
     same_toys(lambda x: block(x) * SCALE, save=(), dtype=dtype)

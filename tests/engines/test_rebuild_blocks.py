@@ -235,16 +235,15 @@ def one_parameter_after_another(model, family):
     return found
 
 
+SMALL = ("Norm", "Activation")
 RUNS = {
     "adapters merged": merged_and_unmerged,
     "only norms trained": frozen(lambda place, name: is_norm(name)),
     "norms frozen": frozen(lambda place, name: not is_norm(name)),
     "every other parameter frozen": frozen(lambda place, name: place % 2 == 1),
     "two of three parameters frozen": frozen(lambda place, name: place % 3 == 0),
-    "norms' outputs changed": hooked("Norm", "register_forward_hook", lambda module, args, output: output * 1.5),
-    "norms' inputs changed": hooked(
-        "Norm", "register_forward_pre_hook", lambda module, args: (args[0] * 0.5,), prepend=True
-    ),
+    "modules' outputs changed": hooked(SMALL, "register_forward_hook", lambda *found: found[2] * 1.5, prepend=True),
+    "modules' inputs changed": hooked(SMALL, "register_forward_pre_hook", lambda module, args: (args[0] * 0.5,)),
     "norms' gradients changed": hooked(
         "Norm", "register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)
     ),
