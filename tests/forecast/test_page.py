@@ -94,7 +94,6 @@ def test_the_page_answers_moves_and_refuses():
 
     first = parts(plan, *values)
     assert first["hf-answer"].startswith("## Fits: ")
-    assert first["hf-slider"]["visible"]
     moved = parts(move, first[None], first["hf-slider"]["minimum"])
     written = yaml.safe_load(moved["hf-arguments"])["gradient_checkpointing_kwargs"]
     assert Spec.parse(written).budget == first["hf-slider"]["minimum"] * GIB
