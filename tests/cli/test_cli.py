@@ -19,7 +19,6 @@ WORDS = (
     ("plan gpt2 --device 24GiB", "Or give its memory by --budget, such as 24GiB"),
     ("plan gpt2 --optimizer adamv", "invalid choice: 'adamv' (choose from"),
     ("plan gpt2 --budget 20", "a size needs a unit, but is '20' instead; did you mean '20GiB'?"),
-    ("plan gpt2 --seq 8q", "must be a whole number of at least 1, such as 4096 or 4k"),
     ("plan gpt2 --devise 4090", "unrecognized arguments: --devise 4090"),
     ("plan --config a.yaml --config b.yaml", "--config is given twice"),
     ("plan gpt2 --out x.txt", "'x.txt' must end in .json or .yaml or .yml"),
