@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ _TO_URL = """(fields => (...values) => { const changed = fields.flatMap(([name, 
 """From and to the page's address, as JavaScript of the names and initial values of its fields."""
 LOOK = {"theme": "default", "footer_links": [], "ssr_mode": False}
 """Arguments of `Blocks.launch`."""
-_measuring = threading.Lock()
-"""Held while a model is measured, because that replaces functions of transformers in the whole process."""
 
 
 def add(verbs: Any) -> None:
@@ -144,8 +141,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
         def plan(*values: Any) -> list[Any]:
             try:
                 asked = question_of(*values, paths=paths)
-                with _measuring:
-                    forecast = Forecaster(asked).answer()
+                forecast = Forecaster(asked).answer()
             except HfCkptError as error:
                 raise gradio.Error(str(error), duration=None) from error
             gib = [size / GIB for size in budgets_of(forecast)] or [0.0]
@@ -160,6 +156,7 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
             limit = round(gib * 1024) * 2**20
             return parts_of(answered[1].within(limit), dataclasses.replace(answered[0], budget=limit))
 
+        # One at a time, because a forecast replaces functions of transformers in the whole process.
         how: dict[str, Any] = {"api_visibility": "private", "concurrency_id": "plan", "concurrency_limit": 1}
         inputs, outputs = [fields[name] for name in ASKED], [state, budget, ways, *parts]
         initial = json.dumps([(name, fields[name].value) for name in ASKED])

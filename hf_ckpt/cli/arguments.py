@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import logging
 import os
@@ -59,7 +60,8 @@ def quiet_libraries(*, to_plan: bool = False) -> None:
     """
     unneeded = ("bitsandbytes", "scipy", "sklearn")
     if to_plan and not {"transformers", "peft", *unneeded} & sys.modules.keys():
-        gc.set_threshold(100_000)  # garbage collection takes a sixth of the imports' time
+        gc.set_threshold(500_000)  # collecting garbage takes a sixth of the imports' time, and some at exit
+        atexit.register(gc.freeze)
         sys.modules.update(dict.fromkeys(unneeded))  # type: ignore[arg-type]  # None: imports fail
         logging.getLogger("hf_ckpt.attach.attach").disabled = True  # a plan tells of unknown families itself
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
