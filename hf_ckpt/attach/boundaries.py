@@ -22,8 +22,8 @@ input, or its output, requires gradients)."""
 class Boundaries:
     """Calls `mark` at the boundaries of all `blocks`, until `remove` is called.
 
-    Only forwards that record gradients count; recomputations run no hooks. Blocks inside a running block have no
-    boundaries. A copy, on a copy of the model, does nothing.
+    Only forwards that record gradients count; recomputations do not. Blocks inside a running block have no boundaries.
+    A copy, on a copy of the model, does nothing.
 
     Args:
         blocks: name -> module.
@@ -85,7 +85,7 @@ class Boundaries:
         """Forward hook: the forward of a block begins with these arguments, or has ended with the output `other`."""
         values = compat.torch.tree_leaves(other if ended else (args, other))
         hidden = next((value for value in values if isinstance(value, torch.Tensor) and value.requires_grad), None)
-        if not ended and self._inside is None:
+        if not ended and self._inside is None and not self._in_backward:  # transformers 4 recomputes with hooks
             if self._mark is not None and torch.is_grad_enabled() and not compat.torch.is_compiling():
                 self._inside = name
                 self._note("forward", name, hidden is not None)
