@@ -56,7 +56,7 @@ def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def quiet_libraries(*, to_plan: bool = False) -> None:
     """Turn off progress bars, warnings and messages of other libraries. Call it before transformers is imported.
 
-    With `to_plan`, packages that no plan needs look as if they were not installed, which saves a second or more.
+    With `to_plan`, imports take seconds less: packages that no plan needs look as if they were not installed.
     """
     unneeded = ("bitsandbytes", "scipy", "sklearn")
     if to_plan and not {"transformers", "peft", *unneeded} & sys.modules.keys():

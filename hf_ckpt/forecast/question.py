@@ -103,7 +103,7 @@ class Question:
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
     double_quant: bool = _field(True, "scales of 4 bits stay in float32")
-    kbit_preparation: bool = _field(True, "without PEFT's casts of the rest to float32", label="PEFT's preparation")
+    kbit_preparation: bool = _field(True, "no casts to float32 of what is not quantised", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(
         None,

@@ -299,11 +299,12 @@ class MemoryTimeCallback(TrainerCallback):
         if planned and planned.plan.head != "full":
             head, remedy = planned.heads.whole_bytes, f"The head ran in {planned.heads.last}."
         if planned and planned.regions and head and peak and head > HEAD_SHARE * peak:
-            text = (
+            warn_once(
+                log,
                 "hf_ckpt: the logits of %s alone are %d %% of the peak (%s), and their loss and gradient come on top, "
+                "which no policy on blocks can save. %s",
+                *(type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)), remedy),
             )
-            more = type(base_model(model)).__name__, round(100 * head / peak), format_bytes(round(head)), remedy
-            warn_once(log, text + "which no policy on blocks can save. %s", *more)
         return metrics
 
     def _write(self, args: Any, state: TrainerState, event: str, **row: Any) -> None:
