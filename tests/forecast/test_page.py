@@ -66,8 +66,8 @@ def test_the_figure_has_the_peak_the_frontier_and_the_plan(forecast):
 def test_fields_are_read_as_options_of_the_command_line():
     """Fields that are left empty have their defaults."""
     assert asked_on_page() == asked_on_page(lora=None, budget="  ", packing=False, device="")
-    typed = asked_on_page(lora="8", load_in_4bit=True, budget=" 20GiB ", trainer="dpo")
-    assert (typed.lora, typed.load_in_4bit, typed.budget, typed.trainer) == (8, True, 20 * GIB, "dpo")
+    typed = asked_on_page(lora="8", packing=True, budget=" 20GiB ", kbit_preparation=False)
+    assert (typed.lora, typed.packing, typed.budget, typed.kbit_preparation) == (8, True, 20 * GIB, False)
     assert (typed.batch, typed.dtype, typed.device) == (1, "bfloat16", None)
     for changes, message in (
         ({"batch": "0"}, "Batch: must be a whole number of at least 1"),
