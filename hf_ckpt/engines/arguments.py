@@ -20,11 +20,6 @@ _FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Paramete
 """Types of most arguments. Nothing is copied there."""
 
 
-def version_of(value: Any) -> int:
-    """Return the in-place version of a tensor, which its views share; -1 for inference tensors and other values."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else -1
-
-
 def as_given(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return what a block passes to its checkpointing function, such that every call has containers of its own.
 

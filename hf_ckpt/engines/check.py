@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import version_of
+from hf_ckpt.engines.seen import version_of
 from hf_ckpt.models.blocks import routers
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,8 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import as_given, version_of
+from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.seen import version_of
 from hf_ckpt.engines.state import ForwardState, Settings
 from hf_ckpt.errors import GraphCaptureError, InPlaceError
 

@@ -294,11 +294,6 @@ def _marks(tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[bool, int, in
     ]
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a parameter's values; 0 for tensors of other types, because some have no address."""
-    return tensor.data_ptr() if type(tensor) is nn.Parameter else 0
-
-
 class StepState:
     """What a step changes in a module beside gradients, for code that runs a step again: buffers and random state.
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import version_of
+from hf_ckpt.engines.seen import version_of
 from hf_ckpt.errors import DoubleBackwardError, HfCkptError
 
 RowOperation = Callable[[torch.Tensor], torch.Tensor]

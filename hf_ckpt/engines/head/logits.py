@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import version_of
 from hf_ckpt.engines.head.chunks import HeadCall, InChunks, RowOperation, Work, autocast
+from hf_ckpt.engines.seen import version_of
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import warn_once
 

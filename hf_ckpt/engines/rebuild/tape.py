@@ -19,7 +19,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.rebuild.ops import VIEW, Op
 from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
-from hf_ckpt.engines.state import address_of
+from hf_ckpt.engines.seen import address_of
 from hf_ckpt.models.blocks import biases
 
 _next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor

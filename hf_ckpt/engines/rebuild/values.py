@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.state import address_of
+from hf_ckpt.engines.seen import address_of
 from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError
 
 
