@@ -13,5 +13,6 @@ from hf_ckpt.compat import fakes as fakes
 from hf_ckpt.compat import frames as frames
 from hf_ckpt.compat import peft as peft
 from hf_ckpt.compat import random_state as random_state
+from hf_ckpt.compat import switches as switches
 from hf_ckpt.compat import torch as torch
 from hf_ckpt.compat import transformers as transformers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 from hf_ckpt.compat.devices import accelerator_type, is_initialized
 from hf_ckpt.compat.torch import tree_leaves
+
+_LOCK = threading.RLock()
+"""Held while the generators are in a state of another moment. A block may be recomputed inside of another one."""
 
 
 class RandomState:
@@ -62,9 +66,12 @@ class RandomState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Reset the generators to this state inside this context; afterwards they continue as before."""
+        """Reset the generators to this state inside this context; afterwards they continue as before.
+
+        One thread at a time: generators belong to the process, and backwards may run in several threads.
+        """
         devices = [device for device, _ in self.devices]
-        with RandomState(devices, of_torch=self.of_torch, of_host=self.of_host is not None).kept():
+        with _LOCK, RandomState(devices, of_torch=self.of_torch, of_host=self.of_host is not None).kept():
             self.restore()
             yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt.compat.private import private
+
+log = logging.getLogger(__name__)
 
 
 def is_compiling() -> bool:
@@ -112,6 +115,19 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the innermost active saved-tensor hooks; None without any."""
     top: SavedTensorHooks | None = private("torch._C._autograd._top_saved_tensors_default_hooks")(True)
     return top
+
+
+def is_in_place_error(error: Exception) -> bool:
+    """Whether autograd raised an error because a saved tensor was changed in place."""
+    return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+
+
+def add_note(error: Exception, text: str) -> None:
+    """Add a note to an error, once. Python 3.10 has no notes: the text is logged."""
+    if not hasattr(error, "add_note"):
+        log.error("%s", text)
+    elif text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def registered_hooks() -> int:

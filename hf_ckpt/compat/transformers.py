@@ -37,6 +37,8 @@ TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check")
 """Options of an enable call that transformers passes to `torch.utils.checkpoint`, and that hf_ckpt knows, too."""
 
 
+SWITCHES = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
+"""The attributes of a module that switch checkpointing: a flag, and the function to call."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of a forward's cache argument, the newest first. Since transformers 5.24, its own models call it `cache`, and
 accept the other names until 5.40. Models with custom code keep their names."""
@@ -127,11 +129,6 @@ def config_of(module: nn.Module) -> object | None:
     """Return the config that a module reads at run time, which says how attention is computed; None without one."""
     config = vars(module).get("config")
     return config if "_attn_implementation_internal" in getattr(config, "__dict__", ()) else None
-
-
-def is_implementation(name: str, value: Any) -> bool:
-    """Whether an attribute of a config says how attention or experts are computed."""
-    return name.endswith("_implementation_internal")
 
 
 def set_layer_types(config: Any, types: Sequence[str]) -> None:

@@ -1,37 +1,69 @@
-"""The arguments of a block's forward, with the containers among them as they were when the forward began.
+"""The arguments of a block's forward: the tensors as they were, and the containers and objects as they were.
 
-A block may change a list or dict that it was given: take an entry, count a call, add a result. Its forward changes the
-caller's container, as it would without checkpointing. Recomputations get copies, so nothing is taken or added twice.
+A block may change a list, dict or object that it was given: take an entry, count a call, add a result. Its forward
+changes the caller's, as it would without checkpointing. Recomputations get copies, so nothing is taken or added twice.
 
-Lists, dicts and sets are copied, and tuples that contain them; tensors and other objects are not.
+Tensors are not copied. A recomputation that uses one which was changed in place since is an error.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
-_FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
+from hf_ckpt.errors import HfCkptError, reason_of
+
+FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
 """Types of most arguments. Nothing is copied there."""
+CONTAINERS = (list, dict, set, collections.deque, bytearray, numpy.ndarray)
+"""Types that are copied with `copy.copy`."""
+_ITERATORS = frozenset(map(type, map(iter, ((), [], {}, {}.values(), {}.items(), set(), range(0)))))
+"""Types of iterators whose copies do not share a position. Those of `zip` and `map` do, and generators have no copy."""
+_SHARED = (nn.Module, type, enum.Enum)
+"""Types of objects that a recomputation uses as they are."""
 
 
-def as_given(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def as_given(
+    block: str, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...], list[torch.Tensor]]:
     """Return what a block passes to its checkpointing function, such that every call has containers of its own.
 
     The first call, the forward, gets the caller's containers. Without containers, `fn` and `args` are returned as is.
+
+    Args:
+        block: name of the block, for errors.
+        fn: the block's own forward, with arguments bound by `functools.partial`.
+        args: further positional arguments.
+
+    Returns the function, its arguments, and the tensors given by keyword or inside of containers. torch's checkpoint
+    saves positional ones.
+
+    Raises `HfCkptError` for a container or an iterator that cannot be copied.
     """
     bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
-    named: list[tuple[int | str, Any]] = [*enumerate(args, len(bound.args)), *bound.keywords.items()]
-    callers = {name: value for name, value in named if type(value) not in _FIXED and _is_changeable(value)}
+    inside = [arg for arg in args if type(arg) not in FIXED]
+    tensors = list(tensors_in([*bound.keywords.values(), *inside], set()))
+    values: dict[int | str, Any] = dict(enumerate(args, len(bound.args)))
+    values.update(bound.keywords)
+    callers = {name: value for name, value in values.items() if type(value) not in FIXED and is_changeable(value)}
     if not callers:
-        return fn, args
-    args, keywords = copied((args, bound.keywords), {})
-    return functools.partial(_OwnContainers(bound.func, callers), *bound.args, **keywords), args
+        return fn, args, tensors
+    try:
+        args, keywords = copied((args, bound.keywords), {})
+    except TypeError as error:
+        raise HfCkptError(
+            f"block {block!r} is given a value that cannot be copied for its recomputation ({error}). Pass a list, a "
+            'dict or a tensor in its place, or use "policy": "selective", which runs no block twice.'
+        ) from error
+    return functools.partial(_OwnContainers(bound.func, callers), *bound.args, **keywords), args, tensors
 
 
 class _OwnContainers:
@@ -45,7 +77,8 @@ class _OwnContainers:
         self.__self__ = getattr(fn, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        callers, self.callers = self.callers, None
+        callers = self.callers
+        self.callers = None
         if callers is None:
             args, keywords = copied((args, keywords), {})
         else:
@@ -54,22 +87,84 @@ class _OwnContainers:
         return self.fn(*args, **keywords)
 
 
-def _is_changeable(value: Any) -> bool:
-    """Whether a value is a container that a block can change, or a tuple with such a container."""
-    return any(map(_is_changeable, value)) if isinstance(value, tuple) else isinstance(value, (list, dict, set))
+def tensors_in(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values, and inside of their containers and objects.
+
+    Args:
+        values: the values.
+        visited: ids of containers that were walked through. A container may contain itself.
+    """
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) not in FIXED and id(value) not in visited:
+            visited.add(id(value))
+            yield from tensors_in(_items(value), visited)
 
 
-def copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a value with all its containers copied. `copies` has those copied so far, by id of the original."""
-    if id(value) in copies or not _is_changeable(value):
-        return copies.get(id(value), value)
+def _items(value: Any) -> Iterable[Any]:
+    """Return what a container or an object contains."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (tuple, list, collections.deque)):
+        return value
+    return list(vars(value).values()) if _is_object(value) else ()
+
+
+def is_changeable(value: Any) -> bool:
+    """Whether a block can change a value: a container, an iterator, an object, or a tuple that has one of them."""
     if isinstance(value, tuple):
-        items = [copied(item, copies) for item in value]
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
-    made = copies[id(value)] = copy.copy(value)
-    if isinstance(value, list):
-        made[:] = [copied(item, copies) for item in value]
+        return any(map(is_changeable, value))
+    return isinstance(value, (*CONTAINERS, Iterator)) or _is_object(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value has attributes of its own, such as an instance of a dataclass."""
+    attributes = getattr(value, "__dict__", None)
+    return bool(attributes) and not isinstance(value, (torch.Tensor, *_SHARED)) and not callable(value)
+
+
+def copied(value: Any, copies: dict[int, Any], leaf: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a value with all its containers and objects copied.
+
+    Args:
+        value: the value.
+        copies: the copies so far, by id of the original.
+        leaf: applied to everything that is not copied.
+
+    Raises TypeError for a container or an iterator that cannot be copied.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if not isinstance(value, tuple) and not is_changeable(value):
+        return leaf(value)
+    if isinstance(value, tuple):
+        items = [copied(item, copies, leaf) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, Iterator) and type(value) not in _ITERATORS:
+        raise TypeError(f"a {type(value).__name__} can be read only once")
+    duplicate = _copy_of(value)
+    copies[id(value)] = duplicate
+    if isinstance(value, (list, collections.deque)):
+        for place, item in enumerate(value):
+            duplicate[place] = copied(item, copies, leaf)
     elif isinstance(value, dict):
         for key, item in value.items():
-            made[key] = copied(item, copies)
-    return made
+            duplicate[key] = copied(item, copies, leaf)
+    elif _is_object(value) and duplicate is not value:
+        for key, item in vars(value).items():
+            vars(duplicate)[key] = copied(item, copies, leaf)
+    return duplicate
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a shallow copy of a container. An object that refuses copies is returned as it is: few blocks change one.
+
+    Raises TypeError for a container that refuses copies.
+    """
+    try:
+        return copy.copy(value)
+    except Exception as error:  # a class may raise anything in `__copy__` or `__reduce__`
+        if isinstance(value, (*CONTAINERS, Iterator)):
+            raise TypeError(f"{type(value).__name__}: {reason_of(error)}") from error
+        return value

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.seen import version_of
-from hf_ckpt.engines.state import ForwardState, Settings
-from hf_ckpt.errors import GraphCaptureError, InPlaceError
+from hf_ckpt.engines.settings import Settings
+from hf_ckpt.engines.state import ForwardState
+from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError
 
 
 class FullRegion(Region):
@@ -41,8 +43,10 @@ class FullRegion(Region):
         """Note whether parameters stay on their device, unsharded, throughout a step (`stay`), and can be compared."""
         self.whole = stay
 
-    def state_for(self, fn: Callable[..., Any]) -> ForwardState:
+    def state_for(self, fn: Callable[..., Any], inputs: Iterable[torch.Tensor] = ()) -> ForwardState:
         """Record the state of the block whose forward `fn` is about to run; only random state if the block is unknown.
+
+        `inputs` are the tensors that it is given by keyword or inside of containers.
 
         A replica of `nn.DataParallel` exists for one forward only, so nobody can change it.
         """
@@ -51,13 +55,15 @@ class FullRegion(Region):
             block = settings = None
         elif settings is None or not settings.hold(block):
             settings = self.settings = Settings(block)
-        return ForwardState(self.block, block, settings, whole=self.whole, keeps_draws=self.preserve_rng_state)
+        return ForwardState(
+            self.block, block, settings, whole=self.whole, keeps_draws=self.preserve_rng_state, inputs=inputs
+        )
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and save its inputs only.
 
         Raises `GraphCaptureError` if random state is preserved while a CUDA graph is captured, and `InPlaceError` if
-        the block changes an input that it would be recomputed from.
+        the block changes a tensor that it would be recomputed from.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -70,12 +76,13 @@ class FullRegion(Region):
                 self.block, "it preserves random state, which cannot be read while a CUDA graph is captured."
             )
         self.forwards += 1
-        fn, args = as_given(fn, args)
-        versions = [version_of(arg) for arg in args]
-        output = self._checkpoint(Counted(fn, self), *args)
-        for arg, version in zip(args, versions, strict=True):
-            if version_of(arg) != version and needs_gradient(output):
-                raise InPlaceError(self.block, arg, version, None if arg.grad_fn is None else arg.grad_fn.name())
+        fn, args, inputs = as_given(self.block, fn, args)
+        versions = [(tensor, version_of(tensor)) for tensor in (*args, *inputs)]
+        output = self._checkpoint(Counted(fn, self, inputs), *args)
+        for tensor, version in versions:
+            if version_of(tensor) != version and needs_gradient(output):
+                operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
+                raise InPlaceError(self.block, tensor, version, operation)
         return output
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -97,18 +104,52 @@ class Counted:
 
     __slots__ = ("fn", "ran", "region", "state")
 
-    def __init__(self, fn: Callable[..., Any], region: FullRegion) -> None:
+    def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: Iterable[torch.Tensor]) -> None:
         self.fn = region.inner(fn)
         self.region = region
         self.ran = False
-        self.state = region.state_for(fn)
+        self.state = region.state_for(fn, inputs)
 
     def __call__(self, *args: Any) -> Any:
-        if not self.ran:
-            self.ran = True
+        if self.ran:
+            self.region.recomputed += 1
+            return self.state.recompute(self.fn, args)
+        self.ran = True
+        hooks = compat.torch.top_saved_tensor_hooks()
+        if hooks is None:  # nothing will be recomputed
             return self.state.run(self.fn, args)
-        self.region.recomputed += 1
-        return self.state.recompute(self.fn, args)
+        checkpoint_pack, checkpoint_unpack = hooks
+        with saved_tensors_hooks(checkpoint_pack, _naming(self.region.block, checkpoint_unpack)):
+            return self.state.run(self.fn, args)
+
+
+def _naming(block: str, unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """Return torch's unpack hook, such that errors of a recomputation say which block it was.
+
+    torch raises `CheckpointError` there, and the block may raise any error when it runs again.
+    """
+
+    @compat.torch.untraced
+    def unpack_or_name(packed: Any) -> torch.Tensor:
+        try:
+            return unpack(packed)
+        except HfCkptError:
+            raise  # it names the block
+        except Exception as error:
+            if compat.torch.is_in_place_error(error):
+                raise ChangedBlockError(block, "an input was changed in place") from error
+            if not compat.devices.is_out_of_memory(error):
+                compat.torch.add_note(error, _NOTE.format(block=block))
+            raise
+
+    return unpack_or_name
+
+
+_NOTE = (
+    "hf_ckpt: block {block!r} raised this while backward recomputed it (`full` or `offload`). Usual causes: the block "
+    "reads something that has changed since its forward, or it does not run the same operations twice. "
+    '"policy": "selective" runs no block twice; a rule such as {{"layers": ..., "policy": "none"}} leaves one out.'
+)
 
 
 def is_plain(args: tuple[Any, ...]) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import copied
 from hf_ckpt.engines.full import Counted, FullRegion, is_plain
 from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.engines.region import Hook, Region, Request
@@ -90,8 +91,9 @@ class _Call:
     def __init__(self, region: SegmentRegion, counted: Counted, args: tuple[Any, ...], before: _Call | None) -> None:
         fn, hidden = counted.fn, args[0]
         if isinstance(fn, functools.partial):  # the block's keyword arguments
-            fn = functools.partial(fn.func, *fn.args, **compat.torch.tree_map(_detached, fn.keywords))
-        self.fn, self.args = fn, compat.torch.tree_map(_detached, args[1:])
+            fn = functools.partial(fn.func, *fn.args, **copied(fn.keywords, {}, _detached))
+        self.fn = fn
+        self.args = copied(args[1:], {}, _detached)
         self.region, self.state = region, counted.state
         self.source = Kept(_detached(hidden), region.block) if before is None else before
         """The input of a segment's first call; the call before a later one."""
@@ -101,7 +103,8 @@ class _Call:
         """Where the input is until it is saved; then None."""
         device = hidden.device.type
         dtype = compat.devices.autocast_dtype(device)
-        self.autocast = functools.partial(compat.devices.autocast_to, device, dtype, caches=False)
+        caches = torch.is_autocast_cache_enabled()
+        self.autocast = functools.partial(compat.devices.autocast_to, device, dtype, caches=caches)
 
     @compat.torch.untraced
     def pack(self, tensor: torch.Tensor) -> _Call | Kept:
@@ -132,11 +135,19 @@ class _Call:
         """Run the block as in its forward, and return the input of the next one."""
         hidden = self.input()
         self.region.recomputed += 1
+        self.state.refuse_overwritten_inputs()
         # Without gradients, torch may choose other kernels, which round differently. So drop what autograd saves.
-        with self.autocast(), torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
+        with self.autocast(), torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, self._refuse_backward):
             output = self.state.recompute(self.fn, (hidden, *self.args))
         made: torch.Tensor = _detached(compat.torch.tree_leaves(output)[0])
         return made
+
+    def _refuse_backward(self, packed: None) -> torch.Tensor:
+        """Raise `HfCkptError`: the block itself calls a backward, and what autograd saved was dropped."""
+        raise HfCkptError(
+            f"block {self.region.block!r} calls torch.autograd.grad or backward in its forward, which `segments` do "
+            'not support. Use "policy": "full" without `segments`.'
+        )
 
 
 def _detached(value: Any) -> Any:

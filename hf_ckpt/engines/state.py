@@ -2,16 +2,18 @@
 
 A block may change between its forward and its backward: the user sets another adapter, calls `eval()` or removes a
 hook, or `torch.func.functional_call` ends and takes its parameters with it. A `ForwardState` records what the forward
-saw. If the block differs when it is recomputed, the modes, adapters, hooks and tensors of the forward are put back, and
-taken off again afterwards. If the block uses a value that is gone, because a parameter was overwritten or an adapter
-was merged, it raises `ChangedBlockError`.
+saw. If the block differs when it is recomputed, the modes, adapters, hooks, attributes and tensors of the forward are
+put back, and taken off again afterwards. If the block uses a value that is gone, because a tensor was overwritten or an
+adapter was merged, it raises `ChangedBlockError`.
 
 A recomputation runs in the context of the forward: context variables have the values that they had then, even in
-autograd's own threads. Other things that a block reads, such as thread-local values, are not restored.
+autograd's own threads, and torch chooses kernels by the same switches. Other things that a block reads, such as
+thread-local values, are not restored.
 
-Buffers that a forward changes (running statistics) are copied before the forward. The recomputation updates copies, so
-each forward updates the statistics once. Routers choose the same experts again, see `routers`. torch draws the same
-numbers again. So do Python's `random` and `numpy.random` for a block that draws from them in its first forward.
+What a forward changes in the block itself (running statistics, a counter, a recurrent state) is recorded before the
+forward. The recomputation starts from the recorded values and leaves the block as it found it, so each forward counts
+once. Routers choose the same experts again, see `routers`. torch draws the same numbers again. So do Python's `random`
+and `numpy.random` for a block that draws from them in its first forward.
 """
 
 from __future__ import annotations
@@ -20,118 +22,39 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import copied
 from hf_ckpt.engines.routers import Choices
+from hf_ckpt.engines.seen import Seen
+from hf_ckpt.engines.settings import Place, is_ignored
+from hf_ckpt.engines.settings import Settings as Settings
 from hf_ckpt.errors import ChangedBlockError
-from hf_ckpt.models.blocks import routers
 
-_SIMPLE = (bool, int, float, str)
-_INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
+_MISSING = object()
 
 
-class Settings:
-    """Everything beside its tensors that decides what a block's forward does: plain attributes, children and hooks.
+class _Stored(NamedTuple):
+    """A buffer, or a tensor in an attribute, before a forward."""
 
-    They are collected by a walk over the block, and all forwards share them until one of them changes. They refer to
-    everything below the block but not to the block itself, which would be a reference cycle.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        owners: list[dict[str, Any]] = []
-        self.attributes: list[dict[str, Any]] = []
-        """The plain attributes of each module and of its config. The block comes first."""
-        self.boxes: list[Any] = []
-        """Dicts of children, of hooks or of plain values, such as the scaling of adapters; and PEFT's lists of merged
-        adapters."""
-        self.tensors: list[dict[str, Any]] = []
-        """The dicts of parameters and of buffers that are not empty."""
-        self.changing: list[tuple[dict[str, Any], str]] = []
-        """The buffers that a forward may change; after the first forward, those that it has changed."""
-        for module in block.modules():
-            own = vars(module)
-            if not isinstance(own.get("_parameters"), dict):
-                continue
-            if type(module) not in _INDIFFERENT or module is block:
-                owners.append(own)
-                self.attributes.append({key: value for key, value in own.items() if _is_plain(key, value)})
-            config = compat.transformers.config_of(module)
-            if config is not None and not any(vars(config) is owner for owner in owners):
-                owners.append(vars(config))
-                is_implementation = compat.transformers.is_implementation
-                self.attributes.append({k: value for k, value in vars(config).items() if is_implementation(k, value)})
-            self.tensors += [box for box in (own["_parameters"], own["_buffers"]) if box]
-            self.changing += [(own["_buffers"], key) for key in own["_buffers"]]
-            self.boxes += [box for key, box in own.items() if _is_box(key, box)]
-        self.contents = [box.copy() for box in self.boxes]
-        self.keys = [tuple(box) for box in self.tensors]
-        self.sizes = [len(box) for box in (*owners, *self.tensors)]
-        self.parameters = vars(block)["_parameters"]
-        """The dict of the block's own parameters, which identifies the block."""
-        self.inner = owners[1:]
-        """The dicts that `attributes` are from, without the block's own."""
-        self.getters = [operator.itemgetter(*attributes) for attributes in self.attributes]
-        self.values = [getter(owner) for getter, owner in zip(self.getters, owners, strict=True)]
-        self.written: set[int] | None = None
-        """Places of the tensors that the forward itself writes to, such as a router's weight that PEFT adapts: a write
-        to them does not count as a change. None before the first forward."""
-        self.draws_on_host = True
-        """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read. The first
-        forward shows it."""
-        self.chooses = bool(routers(block))
-        """Whether the block sends tokens to experts."""
-
-    def hold(self, block: nn.Module) -> bool:
-        """Whether `block` is the block of these settings and still has them."""
-        own = vars(block)
-        owners = [own, *self.inner]
-        try:
-            return (
-                own["_parameters"] is self.parameters
-                and self.boxes == self.contents
-                and self.sizes == [*map(len, owners), *map(len, self.tensors)]
-                and self.values == [getter(owner) for getter, owner in zip(self.getters, owners, strict=True)]
-            )
-        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
-            return False
+    place: Place
+    seen: Seen
+    values: torch.Tensor | None
+    """A copy of its values; None if there is none, because no forward has changed it so far."""
 
 
-def _is_plain(key: str, value: Any) -> bool:
-    """Whether an attribute is a number, a flag or a string, or a list of strings such as names of adapters.
+class _Held(NamedTuple):
+    """An attribute that is a container, before a forward."""
 
-    Other attributes may hold what a forward stored, and to keep them would keep its activations alive. DeepSpeed's
-    counters do not count either: they go on during a recomputation.
-    """
-    if compat.distributed.counted_by_deepspeed(key):
-        return False
-    return type(value) in _SIMPLE or (type(value) is list and bool(value) and all(type(item) is str for item in value))
-
-
-def _is_box(key: str, value: Any) -> bool:
-    """Whether an attribute is one of `Settings.boxes`. Empty dicts count if they may get hooks."""
-    if key in ("_forward_pre_hooks", "_forward_hooks") or compat.peft.is_merged(key, value):
-        return True
-    if not isinstance(value, dict) or not value:
-        return False
-    return key == "_modules" or all(type(item) in _SIMPLE for item in value.values())
-
-
-def _lend(box: dict[Any, Any], content: dict[Any, Any], undo: contextlib.ExitStack) -> None:
-    """Replace the content of a dict until `undo` ends, unless it already has that content, in the same order."""
-    if list(box) != list(content) or not all(map(operator.is_, box.values(), content.values())):
-        undo.callback(_fill, box, dict(box))
-        _fill(box, content)
-
-
-def _fill(box: dict[Any, Any], content: dict[Any, Any]) -> None:
-    box.clear()
-    box.update(content)
+    place: Place
+    value: Any
+    content: Any
+    """A copy of the container."""
 
 
 class ForwardState:
@@ -144,31 +67,59 @@ class ForwardState:
         whole: whether its parameters stay on their device, unsharded, throughout a step. If not, they come and go, and
             are not compared.
         keeps_draws: whether a recomputation draws torch's random numbers again.
+        inputs: tensors that the block is given, and that a recomputation gets as they are then.
     """
 
     def __init__(
-        self, name: str, block: nn.Module | None, settings: Settings | None, *, whole: bool, keeps_draws: bool
+        self,
+        name: str,
+        block: nn.Module | None,
+        settings: Settings | None,
+        *,
+        whole: bool,
+        keeps_draws: bool,
+        inputs: Iterable[torch.Tensor] = (),
     ) -> None:
-        self.name, self.block, self.settings, self.keeps_draws = name, block, settings, keeps_draws
+        self.name = name
+        self.block = block
+        self.settings = settings
+        self.keeps_draws = keeps_draws
         self.context = compat.transformers.copied_context()
-        tensors = tuple(chain.from_iterable(map(dict.values, settings.tensors))) if settings and whole else ()
-        # A trace on fake tensors may change them freely.
-        self.tensors = () if tensors and tensors[0] is not None and compat.torch.is_fake(tensors[0]) else tensors
-        """Parameters and buffers; None for one that is not set."""
-        try:
-            self.marks = _marks(self.tensors)
-        except RuntimeError:  # inference tensors have no version
-            self.tensors, self.marks = (), []
+        self.switches = compat.switches.Switches()
+        self.inputs = list(map(Seen, inputs))
+        self.tensors: list[dict[str, torch.Tensor | None]] | None = None
+        """Parameters and buffers by name, for each dict of `Settings.tensors`; None if they are not compared."""
+        self.seen: list[Seen] = []
+        """The same in one list, without those that are not set."""
+        self.stored: list[_Stored] = []
+        self.held: list[_Held] = []
         self.choices = Choices() if settings is not None and settings.chooses else None
         self.draws: compat.random_state.RandomState | None = None
         """Random state before the forward; None if the forward drew nothing."""
-        buffers = [(box, key, box[key]) for box, key in settings.changing] if settings is not None else []
-        self.copies: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
-            (box, key, buffer, buffer.detach().clone())
-            for box, key, buffer in buffers
-            if buffer is not None and not buffer.is_inference()
-        ]
-        """(dict, name, buffer, its values before the forward) for each buffer that the forward may change."""
+        if settings is not None and block is not None:
+            if whole:
+                self._see_tensors(settings)
+            self._record(settings, settings.dicts(block))
+
+    def _see_tensors(self, settings: Settings) -> None:
+        seen = [Seen(tensor, address=True) for box in settings.tensors for tensor in box.values() if tensor is not None]
+        # Inference tensors have no version, and a trace on fake tensors may change them freely.
+        if any(each.version < 0 for each in seen) or (seen and compat.torch.is_fake(seen[0].tensor)):
+            return
+        self.seen = seen
+        self.tensors = [box.copy() for box in settings.tensors]
+
+    def _record(self, settings: Settings, dicts: list[dict[str, Any]]) -> None:
+        """Record what the forward may change in the block."""
+        for place in settings.state:
+            tensor = dicts[place[0]].get(place[1])
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                values = settings.copy_before(place, tensor)
+                self.stored.append(_Stored(place, Seen(_without_graph(tensor)), values))
+        copies: dict[int, Any] = {}
+        for place in settings.containers:
+            value = dicts[place[0]].get(place[1])
+            self.held.append(_Held(place, value, copied(value, copies, _without_graph)))
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
@@ -186,12 +137,31 @@ class ForwardState:
         if before.may_have_moved():
             self.draws = before
         if settings is not None and settings.written is None:
-            settings.written, settings.draws_on_host = set(self._overwritten()), before.of_host_has_moved()
-            self.copies = [  # compared by value: a batch norm does not count its changes
-                row for row in self.copies if compat.torch.is_fake(row[2]) or not torch.equal(row[2], row[3])
-            ]
-            settings.changing = [(box, key) for box, key, *_ in self.copies]
+            self._learn(settings, before)
+        elif settings is not None:
+            settings.changing.update(each.place for each in self.stored if each.seen.is_overwritten)
         return output
+
+    def _learn(self, settings: Settings, before: compat.random_state.RandomState) -> None:
+        """Record what the first forward under these settings has written and drawn."""
+        settings.draws_on_host = before.of_host_has_moved()
+        kept = []
+        for each in self.stored:
+            if _has_changed(each):
+                settings.changing.add(each.place)
+                kept.append(each)
+        settings.written = {place for place, _ in self._overwritten()}
+        # Copies of large buffers that this forward did not change are freed.
+        for each in self.stored:
+            if each.place not in settings.changing:
+                kept.append(each._replace(values=settings.copy_before(each.place, each.seen.tensor)))
+        self.stored = kept
+
+    def refuse_overwritten_inputs(self) -> None:
+        """Raise `ChangedBlockError` if a tensor that the block was given has been overwritten since."""
+        for each in self.inputs:
+            if each.is_overwritten:
+                raise ChangedBlockError(self.name, f"{_described(each.tensor)} was overwritten")
 
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
@@ -202,6 +172,7 @@ class ForwardState:
 
     def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with contextlib.ExitStack() as undo:
+            undo.enter_context(self.switches.restored())
             if self.draws is not None:
                 undo.enter_context(self.draws.restored())
             self._put_back(undo)
@@ -215,58 +186,170 @@ class ForwardState:
         Raises `ChangedBlockError` if an adapter was merged since: that overwrites a weight, and neither its address nor
         its version shows it.
         """
-        settings, block = self.settings, self.block
-        if settings is None or block is None:
-            return
-        now = chain.from_iterable(map(dict.values, settings.tensors)) if self.tensors else ()
-        is_unchanged = not self.copies and settings.hold(block) and all(map(operator.is_, self.tensors, now))
-        if is_unchanged and self.marks == _marks(self.tensors):
-            return
-        for attributes, owner in zip(settings.attributes, [vars(block), *settings.inner], strict=True):
-            undo.callback(owner.update, {key: owner[key] for key in attributes if key in owner})
-            owner.update(attributes)
+        refused = {id(each.tensor): _described(each.tensor) for each in self.inputs if each.is_overwritten}
+        settings = self.settings
+        block = self.block
+        if settings is not None and block is not None and not self._is_unchanged(settings, block):
+            dicts = settings.dicts(block)
+            self._put_back_attributes(settings, dicts, undo)
+            self._put_back_boxes(settings, dicts, undo)
+            for each in self.seen:
+                if each.tensor.requires_grad != each.trained:
+                    undo.callback(each.tensor.requires_grad_, each.tensor.requires_grad)
+                    each.tensor.requires_grad_(each.trained)
+            overwritten = {id(tensor) for place, tensor in self._overwritten() if place not in (settings.written or ())}
+            if overwritten:
+                named = {id(tensor): name for name, tensor in chain(block.named_parameters(), block.named_buffers())}
+                refused |= {key: f"`{named[key]}`" if key in named else "a tensor of it" for key in overwritten}
+        if refused:
+            undo.enter_context(_Refused(self.name, refused))
+
+    def _is_unchanged(self, settings: Settings, block: nn.Module) -> bool:
+        """Whether a recomputation finds the block as the forward did, and changes nothing in it."""
+        if settings.changing or not settings.hold(block):
+            return False
+        dicts = settings.dicts(block)
+        if any(
+            dicts[number].get(key) is not seen.tensor or seen.is_overwritten for (number, key), seen, _ in self.stored
+        ):
+            return False
+        if not all(_is_same(dicts[number].get(key), value, content) for (number, key), value, content in self.held):
+            return False
+        if self.tensors is None:
+            return True
+        recorded = chain.from_iterable(map(dict.values, self.tensors))
+        current = chain.from_iterable(map(dict.values, settings.tensors))
+        if not all(map(operator.is_, recorded, current)):
+            return False
+        return not any(each.is_overwritten or each.tensor.requires_grad != each.trained for each in self.seen)
+
+    def _restored_tensors(self) -> dict[Place, torch.Tensor]:
+        """Return the buffers and tensors in attributes as they were before the forward, for one recomputation."""
+        settings = self.settings
+        assert settings is not None
+        tensors = {}
+        with compat.torch.unseen_by_modes():
+            for place, seen, values in self.stored:
+                changes = place in settings.changing or seen.is_overwritten
+                tensors[place] = seen.tensor if values is None or not changes else values.clone()
+        return tensors
+
+    def _put_back_attributes(self, settings: Settings, dicts: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
+        """Give every module the attributes of the forward, and undo what the recomputation does to them."""
+        copies: dict[int, Any] = {}
+        changeable = {place: copied(content, copies) for place, _, content in self.held}
+        changeable |= self._restored_tensors()
+        for number, plain in enumerate(settings.attributes):
+            attributes = dicts[number]
+            before = dict(attributes)
+            wanted = {key: value for key, value in before.items() if key in settings.names[number]}
+            wanted |= plain
+            wanted |= {key: value for (owner, key), value in changeable.items() if owner == number}
+            undo.callback(_become, attributes, before)
+            _become(attributes, wanted)
+
+    def _put_back_boxes(self, settings: Settings, dicts: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
+        """Give every module the children, hooks, parameters and buffers of the forward."""
         for box, content in zip(settings.boxes, settings.contents, strict=True):
             if isinstance(box, dict):
                 _lend(box, content, undo)
             elif box != content:
                 raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
-        tensors = iter(self.tensors)
-        for keys, box in zip(settings.keys, settings.tensors, strict=True):
-            content = {key: next(tensors) for key in keys} if self.tensors else dict(box)
-            with compat.torch.unseen_by_modes():
-                content |= {key: values.clone() for of, key, _, values in self.copies if of is box}
+        first = len(settings.attributes)
+        restored = self._restored_tensors()
+        for number, box in enumerate(settings.tensors):
+            content = dict(box if self.tensors is None else self.tensors[number])
+            content |= {key: tensor for (owner, key), tensor in restored.items() if owner == first + number}
             _lend(box, content, undo)
-        there = [tensor for tensor in self.tensors if tensor is not None]
-        for tensor, (flag, *_) in zip(there, self.marks, strict=True):
-            if tensor.requires_grad != flag:
-                undo.callback(tensor.requires_grad_, tensor.requires_grad)
-                tensor.requires_grad_(flag)
-        if overwritten := self._overwritten():
-            undo.enter_context(_Refused(self.name, block, set(map(id, overwritten.values()))))
 
-    def _overwritten(self) -> dict[int, torch.Tensor]:
-        """Return the tensors that were overwritten since the forward began, by place; not those that have a copy."""
-        known = self.settings.written or () if self.settings is not None else ()
-        copied = {id(buffer) for _, _, buffer, _ in self.copies}
-        there = [tensor for tensor in self.tensors if tensor is not None]
-        return {
-            place: tensor
-            for place, (tensor, before, now) in enumerate(zip(there, self.marks, _marks(self.tensors), strict=True))
-            if before[1:] != now[1:] and place not in known and id(tensor) not in copied
-        }
+    def _overwritten(self) -> list[tuple[Place, torch.Tensor]]:
+        """Return the parameters and buffers that were overwritten since the forward began, and that have no copy."""
+        settings = self.settings
+        if settings is None or self.tensors is None:
+            return []
+        first = len(settings.attributes)
+        places = [
+            (number, key)
+            for number, box in enumerate(self.tensors, first)
+            for key, tensor in box.items()
+            if tensor is not None
+        ]
+        copied_places = {place for place, _, values in self.stored if values is not None}
+        return [
+            (place, each.tensor)
+            for place, each in zip(places, self.seen, strict=True)
+            if each.is_overwritten and place not in copied_places
+        ]
+
+
+def _without_graph(value: Any) -> Any:
+    """Return a tensor without its graph, which would keep an earlier step alive; other values as they are.
+
+    A recomputation needs the values only: backward runs through the graph of the forward.
+    """
+    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+        return value
+    with compat.torch.unseen_by_modes():
+        return value.detach().requires_grad_()
+
+
+def _has_changed(stored: _Stored) -> bool:
+    """Whether the first forward wrote a tensor: its version or its values moved. A batch norm moves no version."""
+    seen, values = stored.seen, stored.values
+    if seen.is_overwritten or values is None or compat.torch.is_fake(values):
+        return True
+    return not torch.equal(seen.tensor, values)
+
+
+def _is_same(current: Any, value: Any, content: Any) -> bool:
+    """Whether an attribute is still the same container with the same items. False where that cannot be told."""
+    if current is not value or type(value) not in (list, dict, tuple) or len(value) != len(content):
+        return False
+    if isinstance(value, dict):
+        return list(value) == list(content) and all(map(operator.is_, value.values(), content.values()))
+    return all(map(operator.is_, value, content))
+
+
+def _become(attributes: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Change attributes to those that are wanted, except for those that are none of the settings."""
+    for key in [key for key in attributes if key not in wanted and not is_ignored(key)]:
+        del attributes[key]
+    for key, value in wanted.items():
+        if attributes.get(key, _MISSING) is not value and not is_ignored(key):
+            attributes[key] = value
+
+
+def _lend(box: dict[Any, Any], content: dict[Any, Any], undo: contextlib.ExitStack) -> None:
+    """Replace the content of a dict until `undo` ends."""
+    undo.callback(_fill, box, dict(box))
+    _fill(box, content)
+
+
+def _fill(box: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Give a dict this content, in this order. Other threads may read one that has it already."""
+    if list(box) != list(content) or not all(map(operator.is_, box.values(), content.values())):
+        box.clear()
+        box.update(content)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor of shape {list(tensor.shape)} that it was given"
 
 
 class _Refused(TorchFunctionMode):
-    """Raises `ChangedBlockError` when an operation uses one of the tensors with these ids.
+    """Raises `ChangedBlockError` when an operation uses one of some tensors.
 
     Only use counts: a block may hold tensors that it does not use, such as those of inactive adapters.
+
+    Args:
+        name: name of the block.
+        tensors: id of a tensor -> its description.
     """
 
-    def __init__(self, name: str, block: nn.Module, ids: set[int]) -> None:
+    def __init__(self, name: str, tensors: dict[int, str]) -> None:
         super().__init__()
         self.name = name
-        named = chain(block.named_parameters(), block.named_buffers())
-        self.tensors = dict.fromkeys(ids, "a tensor of it") | {id(t): f"`{of}`" for of, t in named if id(t) in ids}
+        self.tensors = tensors
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -279,19 +362,6 @@ class _Refused(TorchFunctionMode):
             if isinstance(value, torch.Tensor) and id(value) in self.tensors:
                 raise ChangedBlockError(self.name, f"{self.tensors[id(value)]} was overwritten")
         return function(*args, **(kwargs or {}))
-
-
-def _marks(tensors: tuple[torch.Tensor | None, ...]) -> list[tuple[bool, int, int]]:
-    """Return (requires gradients, in-place version, address of the values) for each tensor.
-
-    Version and address show whether a tensor was overwritten. Only parameters are sure to have an address.
-    """
-    parameter = nn.Parameter  # a local name: this runs twice for every block in every step
-    return [
-        (tensor.requires_grad, tensor._version, tensor.data_ptr() if type(tensor) is parameter else 0)
-        for tensor in tensors
-        if tensor is not None
-    ]
 
 
 class StepState:

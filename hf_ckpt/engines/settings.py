@@ -1,0 +1,180 @@
+"""What decides how a block's forward runs, beside its tensors: attributes, children and hooks of its modules.
+
+`Settings` are collected by a walk over the block, and all forwards share them until one of them changes. What a forward
+may write (buffers, tensors in attributes, lists and dicts) is listed here, and recorded by each `ForwardState`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import types
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.engines.arguments import CONTAINERS
+from hf_ckpt.engines.seen import Seen
+from hf_ckpt.models.blocks import routers
+
+_PLAIN = (type(None), bool, int, float, str, enum.Enum, numpy.generic, torch.dtype, torch.device)
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+"""Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | compat.transformers.SWITCHES
+"""Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those that switch
+checkpointing, because a block's function refers to its settings."""
+_MOST_COPIED = 2**20
+"""Bytes of the largest buffer that is copied although no forward has written it yet."""
+
+Place = tuple[int, str]
+"""Number of one of the dicts of `Settings.dicts`, and a key in it."""
+
+
+class Settings:
+    """Everything beside its tensors that decides what a block's forward does.
+
+    They refer to everything below the block but not to the block itself, which would be a reference cycle.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.attributes: list[dict[str, Any]] = []
+        """The plain attributes of each module and of its config. The block comes first."""
+        self.boxes: list[Any] = []
+        """Dicts of children, of hooks or of plain values, such as the scaling of adapters; and PEFT's lists of merged
+        adapters."""
+        self.tensors: list[dict[str, torch.Tensor | None]] = []
+        """The dicts of parameters and of buffers that are not empty."""
+        self.containers: list[Place] = []
+        """The attributes that a forward may change in place, other than tensors."""
+        self.state: list[Place] = []
+        """Buffers, and tensors that are attributes: a forward may replace them or change them in place."""
+        self.changing: set[Place] = set()
+        """Those that a forward has changed in place. Each forward copies them first."""
+        self.copies: dict[Place, tuple[Seen, torch.Tensor]] = {}
+        """A tensor of `state` that no forward has changed yet, and its values, for the first forward that does."""
+        self.written: set[Place] | None = None
+        """Parameters that the first forward itself wrote to, such as a router's weight that PEFT adapts: a write to
+        them does not count as a change. None before the first forward."""
+        self.draws_on_host = True
+        """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read. The first
+        forward shows it."""
+        self.chooses = bool(routers(block))
+        """Whether the block sends tokens to experts."""
+        self.parameters = vars(block)["_parameters"]
+        """The dict of the block's own parameters, which identifies the block."""
+        owners: list[dict[str, Any]] = []
+        compared: list[dict[str, Any]] = []
+        buffers: list[bool] = []
+        for module in block.modules():
+            attributes = vars(module)
+            if not isinstance(attributes.get("_parameters"), dict):
+                continue
+            self._collect(attributes, owners)
+            compared.append({} if type(module) in _INDIFFERENT and module is not block else self.attributes[-1])
+            for box in (attributes["_parameters"], attributes["_buffers"]):
+                if box:
+                    self.tensors.append(box)
+                    buffers.append(box is attributes["_buffers"])
+            self.boxes += [box for key, box in attributes.items() if _is_box(key, box)]
+            config = compat.transformers.config_of(module)
+            if config is not None and not any(vars(config) is owner for owner in owners):
+                owners.append(vars(config))
+                self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
+                compared.append(self.attributes[-1])
+        self.inner = owners[1:]
+        """The dicts that `attributes` are from, without the block's own."""
+        self.names = [frozenset(owner) for owner in owners]
+        """The names of all their attributes."""
+        for number, are_buffers in enumerate(buffers):
+            if are_buffers:
+                self.state += [(len(owners) + number, key) for key in self.tensors[number]]
+        self.contents = [box.copy() for box in self.boxes]
+        self.sizes = [len(box) for box in (*owners, *self.tensors)]
+        self.getters = [(place, operator.itemgetter(*names)) for place, names in enumerate(compared) if names]
+        self.values = [getter(owners[place]) for place, getter in self.getters]
+
+    def _collect(self, attributes: dict[str, Any], owners: list[dict[str, Any]]) -> None:
+        """Sort the attributes of one module or config by what a forward may do to them."""
+        plain: dict[str, Any] = {}
+        for key, value in attributes.items():
+            if is_ignored(key):
+                continue
+            if isinstance(value, torch.Tensor):
+                self.state.append((len(owners), key))
+            elif _is_box(key, value):  # its content is compared, too
+                plain[key] = value
+            elif _holds_tensors_or_changes(value):
+                self.containers.append((len(owners), key))
+            elif _is_plain(value):
+                plain[key] = value
+        owners.append(attributes)
+        self.attributes.append(plain)
+
+    def dicts(self, block: nn.Module) -> list[dict[str, Any]]:
+        """Return the dicts that places refer to: of the attributes of each module and config, then of tensors."""
+        return [vars(block), *self.inner, *self.tensors]
+
+    def hold(self, block: nn.Module) -> bool:
+        """Whether `block` is the block of these settings and still has them."""
+        dicts = self.dicts(block)
+        try:
+            return (
+                dicts[0]["_parameters"] is self.parameters
+                and self.boxes == self.contents
+                and self.sizes == list(map(len, dicts))
+                and self.values == [getter(dicts[place]) for place, getter in self.getters]
+            )
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
+            return False
+
+    def copy_before(self, place: Place, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the values that a tensor of `state` has before a forward; None if it is not copied.
+
+        Most buffers never change, so small ones are copied once, and large ones and masks only in the first forward.
+        """
+        if place in self.changing or self.written is None:
+            return tensor.detach().clone()
+        seen, values = self.copies.get(place, (None, None))
+        if seen is not None and seen.tensor is tensor and not seen.is_overwritten:
+            return values
+        if tensor.dtype is torch.bool or tensor.nbytes > _MOST_COPIED or tensor.grad_fn is not None:
+            return None
+        copied = tensor.detach().clone()
+        self.copies[place] = Seen(tensor), copied
+        return copied
+
+
+def is_ignored(key: str) -> bool:
+    """Whether an attribute is none of the settings. DeepSpeed's counters go on during a recomputation."""
+    return key in _INTERNAL or compat.distributed.counted_by_deepspeed(key)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a flag, a string, a function, or a tuple of these.
+
+    Other objects may hold what a forward stored, and to keep them would keep its activations alive.
+    """
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*_PLAIN, *_CODE))
+
+
+def _holds_tensors_or_changes(value: Any) -> bool:
+    """Whether a value is a container, or a tuple with a container or a tensor in it."""
+    if isinstance(value, tuple):
+        return any(isinstance(item, torch.Tensor) or _holds_tensors_or_changes(item) for item in value)
+    return isinstance(value, CONTAINERS)
+
+
+def _is_box(key: str, value: Any) -> bool:
+    """Whether an attribute is one of `Settings.boxes`. Empty dicts count if they may get hooks."""
+    if key in ("_forward_pre_hooks", "_forward_hooks") or compat.peft.is_merged(key, value):
+        return True
+    if not isinstance(value, dict) or not value:
+        return False
+    return key == "_modules" or all(isinstance(item, (bool, int, float, str)) for item in value.values())

@@ -1,0 +1,480 @@
+"""What a recomputation finds, and what a forward leaves, row by row: restored, or refused by name.
+
+`docs/faq.md` lists the same three kinds of rows: what is restored, what is refused, and what only the watch finds.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import types
+
+import numpy
+import pytest
+import torch
+from helpers.custom import LAYERS, custom_loss, custom_model, work
+from helpers.steps import assert_same, outcome, planned
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+import hf_ckpt
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError
+
+ENGINES = {
+    "full": {"policy": "full"},
+    "full+selective": {"policy": "full+selective", "save": ["attention"]},
+    "segments": {"segments": 2},
+    "offload": {"policy": "offload"},
+}
+STEPS = 4
+each_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def scaled(block, hidden, factor):
+    """The output of a block that depends on a factor, in its loss and in its gradients."""
+    return work(block, hidden * factor, None)
+
+
+# --- what a forward changes in its block ------------------------------------------------------------------------------
+
+
+def replaces_a_tensor(block, hidden, shift):
+    block.load = getattr(block, "load", torch.ones(16)) + hidden.detach().abs().mean((0, 1))
+    return scaled(block, hidden, block.load)
+
+
+def keeps_a_graph(block, hidden, shift):
+    output = scaled(block, hidden, 1.0 if getattr(block, "last", None) is None else block.last.detach())
+    block.last = output
+    return output
+
+
+def adds_to_a_list(block, hidden, shift):
+    block.history.append(float(hidden.detach().mean()))
+    return scaled(block, hidden, len(block.history) + block.history[-1])
+
+
+def fills_a_dict(block, hidden, shift):
+    block.counts["calls"] = [*block.counts.get("calls", []), 1]
+    return scaled(block, hidden, 1 + sum(block.counts["calls"]))
+
+
+def counts_in_an_array(block, hidden, shift):
+    block.numbers += 1
+    return scaled(block, hidden, float(block.numbers.sum()))
+
+
+def makes_a_counter(block, hidden, shift):
+    block.calls = getattr(block, "calls", 0) + 1
+    return scaled(block, hidden, 1 + block.calls)
+
+
+def sees_a_maximum(block, hidden, shift):
+    """A running maximum that the first steps write with the value that it had."""
+    block.largest.copy_(torch.maximum(block.largest, hidden.detach().abs().max() * block.growth))
+    block.growth += 1
+    return scaled(block, hidden, 1.0 + block.largest.clone())
+
+
+def warms_up(block, hidden, shift):
+    """A moving average that begins in the third forward."""
+    block.step_number += 1
+    output = scaled(block, hidden, 1 + block.average)
+    if block.step_number > 2:
+        block.average.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
+    return output
+
+
+def replaces_a_buffer(block, hidden, shift):
+    output = scaled(block, hidden, block.average)
+    block.average = 0.9 * block.average + hidden.detach().mean((0, 1))
+    return output
+
+
+def with_attributes(block):
+    block.history, block.counts, block.numbers, block.growth, block.step_number = [], {}, numpy.zeros(2), 1.0, 0
+    block.register_buffer("largest", torch.tensor(12.0))
+    block.register_buffer("average", torch.zeros(16))
+
+
+WRITES = (
+    replaces_a_tensor,
+    keeps_a_graph,
+    adds_to_a_list,
+    fills_a_dict,
+    counts_in_an_array,
+    makes_a_counter,
+    sees_a_maximum,
+    warms_up,
+    replaces_a_buffer,
+)
+
+
+def left_in(model):
+    """What the blocks hold after the steps: numbers, tensors, and the length of lists."""
+    names = ("load", "history", "counts", "numbers", "calls", "largest", "average", "growth", "step_number")
+    return [{name: str(getattr(block, name, None)) for name in names} for block in model.layers]
+
+
+@each_engine
+@pytest.mark.parametrize("run", WRITES, ids=lambda run: run.__name__)
+@pytest.mark.trap(63)
+@pytest.mark.trap(65)
+def test_what_a_forward_changes_in_its_block_changes_once(run, engine):
+    """Two forwards before each backward: the recomputation of each starts from what that forward found."""
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+        model = custom_model(run)
+        for block in model.layers:
+            with_attributes(block)
+        plan(model)
+        outcomes = []
+        for number in range(STEPS):
+            model.zero_grad(set_to_none=True)
+            loss = custom_loss(model, number) + custom_loss(model, number + 1)
+            loss.backward()
+            outcomes.append(outcome(model, loss))
+        found.append((outcomes, left_in(model)))
+    (expected, left), (got, left_by_ours) = found
+    for one, other in zip(expected, got, strict=True):
+        assert_same(one, other)
+    assert left_by_ours == left
+    counts = hf_ckpt.describe(model).recomputed
+    assert len(counts) == LAYERS
+    assert min(counts.values()) >= 2 * STEPS
+
+
+# --- what is changed between two forwards, or before backward ---------------------------------------------------------
+
+
+class Shape(enum.Enum):
+    NARROW = 1.5
+    WIDE = 2.5
+
+
+def reads_an_attribute(block, hidden, shift):
+    factor = getattr(block, "factor", 3.0)
+    if factor is None:
+        factor = 1.0
+    if isinstance(factor, (tuple, list)):
+        factor = factor[0]
+    if isinstance(factor, dict):
+        factor = factor["value"]
+    if isinstance(factor, Shape):
+        factor = factor.value
+    return scaled(block, hidden, factor() if callable(factor) else factor)
+
+
+SECOND = {
+    "none to a number": (None, 2.0),
+    "a tuple": ((1.0,), (2.0,)),
+    "a list": ([1.0], [2.0]),
+    "a numpy scalar": (numpy.float32(1.0), numpy.float32(2.0)),
+    "a tensor": (torch.ones(16), torch.full((16,), 2.0)),
+    "a dict": ({"value": 1.0}, {"value": 2.0}),
+    "a dict of tensors": ({"value": torch.ones(16)}, {"value": torch.zeros(16)}),
+    "an enum": (Shape.NARROW, Shape.WIDE),
+    "a function": (lambda: 1.0, lambda: 2.0),
+}
+"""An attribute of a block -> its values in the first and in the second forward."""
+
+
+@each_engine
+@pytest.mark.parametrize("name", SECOND)
+def test_each_forward_has_the_attributes_that_it_had(name, engine):
+    """The attribute changes between two forwards, and is gone when their backward runs."""
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+        model, losses = custom_model(reads_an_attribute), []
+        plan(model)
+        for value in SECOND[name]:
+            for block in model.layers:
+                block.factor = value
+            losses.append(custom_loss(model))
+        for block in model.layers:
+            del block.factor
+        sum(losses).backward()
+        assert not any(hasattr(block, "factor") for block in model.layers)
+        found.append(outcome(model, sum(losses)))
+    assert_same(*found)
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 2
+
+
+def another_forward(model):
+    for block in model.layers:
+        block.one.forward = lambda hidden: hidden * 0.0
+
+
+def another_config_value(model):
+    model.config.factor = 5.0
+
+
+def registered_anew(model):
+    """The same parameters in another order, with equal shapes, as after `prune.remove`."""
+    for block in model.layers:
+        weight, bias = block.norm.weight, block.norm.bias
+        del block.norm.weight, block.norm.bias
+        block.norm.bias, block.norm.weight = bias, weight
+
+
+def reads_a_config(block, hidden, shift):
+    return scaled(block, hidden, block.config.factor)
+
+
+@each_engine
+@pytest.mark.parametrize("change", [another_forward, another_config_value, registered_anew])
+def test_a_recomputation_finds_what_the_forward_found(change, engine):
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+        model = custom_model(reads_a_config)
+        for block in model.layers:
+            block.config = model.config
+            nn.init.normal_(block.norm.bias)
+        model.config.factor = 2.0
+        plan(model)
+        outcomes = []
+        for number in range(2):
+            model.zero_grad(set_to_none=True)
+            loss = custom_loss(model, number)
+            change(model)
+            loss.backward()
+            outcomes.append(outcome(model, loss))
+            if change is not registered_anew:
+                model.config.factor = 2.0
+                for block in model.layers:
+                    vars(block.one).pop("forward", None)
+        found.append(outcomes)
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 2
+
+
+# --- what is around a forward only ------------------------------------------------------------------------------------
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function is functional.silu else result
+
+
+@contextlib.contextmanager
+def matmul_precision(precision):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def attends(block, hidden, shift):
+    query = hidden.unsqueeze(1)
+    return work(block, functional.scaled_dot_product_attention(query, query, query).squeeze(1), shift)
+
+
+def reads_the_precision(block, hidden, shift):
+    return scaled(block, hidden, {"highest": 1.0, "high": 2.0}[torch.get_float32_matmul_precision()])
+
+
+AROUND = {
+    "sdpa_kernel": (attends, lambda: sdpa_kernel(SDPBackend.MATH)),
+    "float32 precision": (reads_the_precision, lambda: matmul_precision("high")),
+    "a TorchFunctionMode": (work, Doubles),
+}
+"""What is active in the forward, and not in backward -> what a block does, and the context."""
+
+
+@each_engine
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.trap(64)
+def test_a_recomputation_runs_under_the_switches_of_the_forward(name, engine):
+    run, around = AROUND[name]
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+        model = plan(custom_model(run))
+        with around():
+            loss = custom_loss(model)
+        loss.backward()
+        found.append(outcome(model, loss))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert_same(*found)
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
+
+
+# --- what a block is given --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Given:
+    shifts: list
+    calls: int = 0
+
+
+def takes_from_an_object(block, hidden, given):
+    given.calls += 1
+    return work(block, hidden, given.shifts[given.calls - 1] * given.calls)
+
+
+def takes_from_a_deque(block, hidden, given):
+    return work(block, hidden, given.popleft())
+
+
+def counts_in_a_given_array(block, hidden, given):
+    given += 1
+    return scaled(block, hidden, float(given[0]))
+
+
+def counts_in_given_bytes(block, hidden, given):
+    given[0] += 1
+    return scaled(block, hidden, float(given[0]))
+
+
+def takes_the_next(block, hidden, given):
+    return work(block, hidden, next(given))
+
+
+def takes_the_last(block, hidden, given):
+    return work(block, hidden, given.pop(0))
+
+
+def shifts():
+    return [torch.linspace(-1, number, 16).expand(2, 1, 16) for number in range(LAYERS)]
+
+
+def endless():
+    values = shifts()
+    values.append(values)
+    return values
+
+
+OBJECTS = {
+    "a dataclass": (takes_from_an_object, lambda: Given(shifts())),
+    "a namespace": (takes_from_an_object, lambda: types.SimpleNamespace(shifts=shifts(), calls=0)),
+    "a deque": (takes_from_a_deque, lambda: collections.deque(shifts())),
+    "a numpy array": (counts_in_a_given_array, lambda: numpy.zeros(2)),
+    "a bytearray": (counts_in_given_bytes, lambda: bytearray(2)),
+    "an iterator": (takes_the_next, lambda: iter(shifts())),
+    "a list that contains itself": (takes_the_last, endless),
+}
+
+
+@each_engine
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.trap(78)
+def test_an_object_that_a_block_is_given_is_changed_once(name, engine):
+    run, make = OBJECTS[name]
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+        model, given = plan(custom_model(run)), make()
+        loss = model(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)), given).square().mean()
+        loss.backward()
+        left = next(given, "nothing") if name == "an iterator" else str(getattr(given, "calls", given))
+        found.append((outcome(model, loss), left))
+    (expected, left), (got, left_by_ours) = found
+    assert_same(expected, got)
+    assert left_by_ours == left
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
+
+
+class NoCopies(dict):
+    def __copy__(self):
+        raise TypeError("it has no copy")
+
+
+@pytest.mark.parametrize("given", [NoCopies(shift=1), zip(shifts())], ids=["dict", "zip"])
+def test_what_has_no_copy_is_refused_by_name(given):
+    model = planned(custom_model(lambda block, hidden, given: work(block, hidden, None)), "full")
+    with pytest.raises(HfCkptError, match=r"block 'layers\.0' is given a value that cannot be copied"):
+        model(torch.randn(2, 8, 16), given)
+
+
+def adds(block, hidden, given):
+    leaf = given if isinstance(given, torch.Tensor) else given[0] if not isinstance(given, dict) else given["shift"]
+    return work(block, hidden, torch.where(leaf, 1.0, -1.0) if leaf.dtype is torch.bool else leaf)
+
+
+TENSORS = {
+    "a tensor": lambda tensor: tensor,
+    "in a list": lambda tensor: [tensor],
+    "in a tuple": lambda tensor: (tensor, 1),
+    "in a dict": lambda tensor: {"shift": tensor},
+}
+"""How a block is given a tensor that changes."""
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.trap(62)
+def test_a_tensor_that_a_block_was_given_and_that_changed_is_refused(name, dtype, engine):
+    """Refused where it is used: a block that does not read it is recomputed as before."""
+    hidden = torch.randn(2, 8, 16)
+    for run, error in ((adds, ChangedBlockError), (lambda block, hidden, given: work(block, hidden, None), None)):
+        model, tensor = planned(custom_model(run), ENGINES[engine]), torch.ones(16, dtype=dtype)
+        loss = model(hidden, TENSORS[name](tensor)).square().mean()
+        tensor.zero_()
+        if error is None and engine != "segments":
+            loss.backward()
+            assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
+        elif error is not None:
+            with pytest.raises(error, match=r"block 'layers\.\d': a tensor of shape \[16\] that it was given was over"):
+                loss.backward()
+
+
+@each_engine
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_block_that_changes_a_tensor_in_place_is_refused(name, engine):
+    def scales(block, hidden, given):
+        leaf = given if isinstance(given, torch.Tensor) else given[0] if not isinstance(given, dict) else given["shift"]
+        return work(block, hidden, leaf.mul_(2.0).clone())
+
+    model = planned(custom_model(scales), ENGINES[engine])
+    with pytest.raises(InPlaceError, match=r"block 'layers\.0': a tensor of shape \[16\] .* changed in place"):
+        model(torch.randn(2, 8, 16), TENSORS[name](torch.ones(16)))
+
+
+# --- errors of a recomputation name the block -------------------------------------------------------------------------
+
+SECOND_TIME = collections.Counter()
+
+
+def raises_when_it_runs_again(block, hidden, shift):
+    SECOND_TIME["runs"] += 1
+    if SECOND_TIME["runs"] > LAYERS:
+        raise KeyError("not the first time")
+    return work(block, hidden, shift)
+
+
+def saves_more_when_it_runs_again(block, hidden, shift):
+    SECOND_TIME["runs"] += 1
+    return work(block, hidden * hidden if SECOND_TIME["runs"] > LAYERS else hidden, shift)
+
+
+@pytest.mark.parametrize("run", [raises_when_it_runs_again, saves_more_when_it_runs_again])
+@pytest.mark.parametrize("engine", ["full", "full+selective", "offload"])
+def test_an_error_of_a_recomputation_names_the_block(run, engine, caplog):
+    SECOND_TIME.clear()
+    model = planned(custom_model(run), ENGINES[engine])
+    loss = custom_loss(model)
+    with pytest.raises((KeyError, torch.utils.checkpoint.CheckpointError)) as raised:
+        loss.backward()
+    notes = getattr(raised.value, "__notes__", [record.message for record in caplog.records])  # Python 3.10 has none
+    assert len(notes) == 1
+    assert "block 'layers.2' raised this" in notes[0]
+    assert '"policy": "selective"' in notes[0]
+
+
+def test_a_backward_inside_a_block_is_refused_in_segments():
+    def forces(block, hidden, shift):
+        with torch.enable_grad():
+            inner = hidden.detach().requires_grad_()
+            (force,) = torch.autograd.grad(work(block, inner, shift).square().sum(), inner)
+        return work(block, hidden, shift) + force
+
+    model = planned(custom_model(forces), {"segments": 1})
+    with pytest.raises(HfCkptError, match=r"block 'layers\.0' calls torch.autograd.grad or backward"):
+        custom_loss(model).backward()
