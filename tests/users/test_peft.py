@@ -6,10 +6,11 @@ import peft
 import pytest
 import torch
 from helpers.adapters import with_lora
+from helpers.experts import experts
 from helpers.installed import ALL
 from helpers.snapshots import snapshot
 from helpers.steps import assert_near, assert_same, enable, input_gradient_hooks, recomputed, step
-from peft import PrefixTuningConfig, ShiraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, ShiraConfig, get_peft_model
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -126,3 +127,32 @@ def test_adapters_that_save_sparse_tensors(spec, times):
     assert_same(expected, step(model, tiny_batch("llama")))
     # The input of the first block needs no gradient, so that its norm has no graph to be rebuilt from.
     assert len(recomputed(model)) >= times * len(ALL) - (spec["policy"] == "selective")
+
+
+@pytest.mark.trap(79)
+@pytest.mark.parametrize("spec", ["full", {"segments": 2}, {"policy": "full+selective", "save": ["attention"]}])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama"])
+def test_lora_on_parameters(name, backwards, spec):
+    """PEFT registers these parameters anew in each forward, in another order. Those of the LLaMA have one shape."""
+    targets = ["q_proj.weight", "o_proj.weight"] if name == "llama" else ["experts.gate_up_proj", "experts.down_proj"]
+    found = []
+    for plan in (None, spec):
+        torch.manual_seed(0)
+        model = tiny_model("llama") if name == "llama" else experts(name)
+        config = LoraConfig(
+            r=4, target_modules=[], target_parameters=targets[:: -1 if backwards else 1], init_lora_weights=False
+        )
+        model = get_peft_model(model, config)
+        if plan is not None:
+            hf_ckpt.install(model, plan)
+            enable(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        steps = []
+        for number in range(2):
+            steps.append(step(model, tiny_batch("llama"), seed=number))
+            optimizer.step()
+        found.append(steps)
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 2

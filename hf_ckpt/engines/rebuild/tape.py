@@ -52,6 +52,8 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tape = None if compat.torch.is_compiling() else running.tape
     if tape is None or tape.replay or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
+    if module._modules:  # `parametrize` has put modules into it, which are gone when it would run again
+        return
     # Another hook may change the input or the output, so operations of such a module are rebuilt one by one.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
         tape.replay = Replay(tape.work, module, tape.value_of(args[0]), args[0], tape.region.reaches_back)
