@@ -7,6 +7,7 @@ around a forward has usually reset them when backward recomputes a block, which 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,20 +16,16 @@ import torch.overrides
 
 from hf_ckpt.compat.private import private
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
-"""Kernels of scaled dot-product attention."""
-_PRECISIONS = (
-    ("generic", "all"),
-    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
-)
-"""(backend, operation) with a precision for float32 of their own, since torch 2.9. The general ones come first,
-because setting one also sets those that inherit from it."""
 _NAMES = (
-    *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _ATTENTION),
-    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
     *(
-        (f"_get_{name}", f"_set_{name}")
-        for name in (
+        (f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
+        for kernel in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    *((f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}") for kernel in ("overrideable", "fa3")),
+    *(
+        (f"_get_{switch}", f"_set_{switch}")
+        for switch in (
+            "sdp_priority_order",
             "math_sdp_allow_fp16_bf16_reduction",
             "mkldnn_enabled",
             "mkldnn_deterministic",
@@ -36,21 +33,32 @@ _NAMES = (
             "cudnn_benchmark",
             "cudnn_deterministic",
             "cublas_allow_fp16_accumulation",
+            "cublas_allow_fp16_reduced_precision_reduction",
+            "cublas_allow_bf16_reduced_precision_reduction",
         )
     ),
 )
-"""Functions of `torch._C` that read and write one switch each. A build may lack some of them."""
+"""Functions of `torch._C` that read and write a switch each. A build may lack some of them."""
+_PRECISIONS = (
+    ("generic", "all"),
+    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
+)
+"""(backend, operation) with a precision for float32 of their own, since torch 2.9. The general ones come first,
+because setting one also sets those that inherit from it."""
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def _precision_of(backend: str, operation: str) -> _Switch:
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return lambda: read(backend, operation), lambda value: write(backend, operation, value)
+def _switch(read: str, write: str, *key: str) -> _Switch:
+    """Return the functions of `torch._C` that read and write a switch."""
+    reader = functools.partial(getattr(torch._C, read), *key)
+    writer = functools.partial(getattr(torch._C, write), *key)
+    # A switch of cuBLAS has two values since torch 2.10, which it takes as two arguments.
+    return reader, lambda value: writer(*value) if isinstance(value, tuple) else writer(value)
 
 
 def _matmul_precision() -> str | None:
-    """Return the precision of `torch.set_float32_matmul_precision`; None if it was set by the newer functions, too."""
+    """Return the precision of `torch.set_float32_matmul_precision`; None if newer functions have set it, too."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses a mixture
@@ -62,35 +70,13 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _reduction_of(name: str) -> _Switch:
-    """Whether cuBLAS may add up 16-bit numbers in 16 bits, and whether it may split sums: a pair since torch 2.10."""
-
-    def write(value: Any) -> None:
-        values = value if isinstance(value, tuple) else (value,)
-        getattr(torch._C, f"_set_{name}")(*values)
-
-    return getattr(torch._C, f"_get_{name}"), write
-
-
-def _all_switches() -> list[_Switch]:
-    """Return (function that reads, function that writes) for every switch that this torch has."""
-    switches: list[_Switch] = [(_matmul_precision, _set_matmul_precision)]
-    switches += [
-        (getattr(torch._C, read), getattr(torch._C, write))
-        for read, write in _NAMES
-        if hasattr(torch._C, read) and hasattr(torch._C, write)
-    ]
-    for kind in ("fp16", "bf16"):
-        name = f"cublas_allow_{kind}_reduced_precision_reduction"
-        if hasattr(torch._C, f"_get_{name}"):
-            switches.append(_reduction_of(name))
-    if hasattr(torch._C, "_get_fp32_precision_getter"):
-        switches += [_precision_of(backend, operation) for backend, operation in _PRECISIONS]
-    switches.append((torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode))
-    return switches
-
-
-_SWITCHES = _all_switches()
+_SWITCHES: list[_Switch] = [
+    (_matmul_precision, _set_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(_switch(*names) for names in _NAMES if hasattr(torch._C, names[0]) and hasattr(torch._C, names[1])),
+]
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    _SWITCHES += [_switch("_get_fp32_precision_getter", "_set_fp32_precision_setter", *key) for key in _PRECISIONS]
 _READERS = [read for read, _ in _SWITCHES]
 
 _function_modes = private("torch.overrides._get_current_function_mode_stack")

@@ -68,14 +68,16 @@ class Settings:
         self.parameters = vars(block)["_parameters"]
         """The dict of the block's own parameters, which identifies the block."""
         owners: list[dict[str, Any]] = []
-        compared: list[dict[str, Any]] = []
         buffers: list[bool] = []
         for module in block.modules():
             attributes = vars(module)
             if not isinstance(attributes.get("_parameters"), dict):
                 continue
-            self._collect(attributes, owners)
-            compared.append({} if type(module) in _INDIFFERENT and module is not block else self.attributes[-1])
+            if type(module) in _INDIFFERENT and module is not block:
+                owners.append(attributes)
+                self.attributes.append({})
+            else:
+                self._collect(attributes, owners)
             for box in (attributes["_parameters"], attributes["_buffers"]):
                 if box:
                     self.tensors.append(box)
@@ -85,7 +87,6 @@ class Settings:
             if config is not None and not any(vars(config) is owner for owner in owners):
                 owners.append(vars(config))
                 self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
-                compared.append(self.attributes[-1])
         self.inner = owners[1:]
         """The dicts that `attributes` are from, without the block's own."""
         self.names = [frozenset(owner) for owner in owners]
@@ -95,7 +96,7 @@ class Settings:
                 self.state += [(len(owners) + number, key) for key in self.tensors[number]]
         self.contents = [box.copy() for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
-        self.getters = [(place, operator.itemgetter(*names)) for place, names in enumerate(compared) if names]
+        self.getters = [(place, operator.itemgetter(*names)) for place, names in enumerate(self.attributes) if names]
         self.values = [getter(owners[place]) for place, getter in self.getters]
 
     def _collect(self, attributes: dict[str, Any], owners: list[dict[str, Any]]) -> None:
@@ -149,9 +150,9 @@ class Settings:
         return copied
 
 
-def is_ignored(key: str) -> bool:
+def is_ignored(key: Any) -> bool:
     """Whether an attribute is none of the settings. DeepSpeed's counters go on during a recomputation."""
-    return key in _INTERNAL or compat.distributed.counted_by_deepspeed(key)
+    return key in _INTERNAL or (isinstance(key, str) and compat.distributed.counted_by_deepspeed(key))
 
 
 def _is_plain(value: Any) -> bool:

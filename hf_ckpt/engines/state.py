@@ -19,8 +19,7 @@ and `numpy.random` for a block that draws from them in its first forward.
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -87,10 +86,8 @@ class ForwardState:
         self.context = compat.transformers.copied_context()
         self.switches = compat.switches.Switches()
         self.inputs = list(map(Seen, inputs))
-        self.tensors: list[dict[str, torch.Tensor | None]] | None = None
-        """Parameters and buffers by name, for each dict of `Settings.tensors`; None if they are not compared."""
-        self.seen: list[Seen] = []
-        """The same in one list, without those that are not set."""
+        self.tensors: list[dict[str, Seen | None]] = []
+        """Parameters and buffers by name, for each dict of `Settings.tensors`; empty if they are not compared."""
         self.stored: list[_Stored] = []
         self.held: list[_Held] = []
         self.choices = Choices() if settings is not None and settings.chooses else None
@@ -102,12 +99,20 @@ class ForwardState:
             self._record(settings, settings.dicts(block))
 
     def _see_tensors(self, settings: Settings) -> None:
-        seen = [Seen(tensor, address=True) for box in settings.tensors for tensor in box.values() if tensor is not None]
+        self.tensors = [
+            {key: None if tensor is None else Seen(tensor, address=True) for key, tensor in box.items()}
+            for box in settings.tensors
+        ]
         # Inference tensors have no version, and a trace on fake tensors may change them freely.
-        if any(each.version < 0 for each in seen) or (seen and compat.torch.is_fake(seen[0].tensor)):
-            return
-        self.seen = seen
-        self.tensors = [box.copy() for box in settings.tensors]
+        if any(seen.version < 0 or compat.torch.is_fake(seen.tensor) for _, seen in self._seen(settings)):
+            self.tensors = []
+
+    def _seen(self, settings: Settings) -> Iterator[tuple[Place, Seen]]:
+        """Yield the parameters and buffers that are compared, with their places."""
+        for number, box in enumerate(self.tensors, len(settings.attributes)):
+            for key, seen in box.items():
+                if seen is not None:
+                    yield (number, key), seen
 
     def _record(self, settings: Settings, dicts: list[dict[str, Any]]) -> None:
         """Record what the forward may change in the block."""
@@ -145,17 +150,15 @@ class ForwardState:
     def _learn(self, settings: Settings, before: compat.random_state.RandomState) -> None:
         """Record what the first forward under these settings has written and drawn."""
         settings.draws_on_host = before.of_host_has_moved()
-        kept = []
-        for each in self.stored:
-            if _has_changed(each):
-                settings.changing.add(each.place)
-                kept.append(each)
-        settings.written = {place for place, _ in self._overwritten()}
+        settings.changing.update(each.place for each in self.stored if _has_changed(each))
+        settings.written = set(self._overwritten(settings))
         # Copies of large buffers that this forward did not change are freed.
-        for each in self.stored:
-            if each.place not in settings.changing:
-                kept.append(each._replace(values=settings.copy_before(each.place, each.seen.tensor)))
-        self.stored = kept
+        self.stored = [
+            each
+            if each.place in settings.changing
+            else each._replace(values=settings.copy_before(each.place, each.seen.tensor))
+            for each in self.stored
+        ]
 
     def refuse_overwritten_inputs(self) -> None:
         """Raise `ChangedBlockError` if a tensor that the block was given has been overwritten since."""
@@ -190,17 +193,17 @@ class ForwardState:
         settings = self.settings
         block = self.block
         if settings is not None and block is not None and not self._is_unchanged(settings, block):
-            dicts = settings.dicts(block)
-            self._put_back_attributes(settings, dicts, undo)
-            self._put_back_boxes(settings, dicts, undo)
-            for each in self.seen:
-                if each.tensor.requires_grad != each.trained:
-                    undo.callback(each.tensor.requires_grad_, each.tensor.requires_grad)
-                    each.tensor.requires_grad_(each.trained)
-            overwritten = {id(tensor) for place, tensor in self._overwritten() if place not in (settings.written or ())}
-            if overwritten:
-                named = {id(tensor): name for name, tensor in chain(block.named_parameters(), block.named_buffers())}
-                refused |= {key: f"`{named[key]}`" if key in named else "a tensor of it" for key in overwritten}
+            for box, content in self._contents(settings, settings.dicts(block)):
+                undo.callback(_fill, box, dict(box))  # also undoes what the recomputation itself changes
+                _fill(box, content)
+            for _, seen in self._seen(settings):
+                if seen.tensor.requires_grad != seen.trained:
+                    undo.callback(seen.tensor.requires_grad_, seen.tensor.requires_grad)
+                    seen.tensor.requires_grad_(seen.trained)
+            overwritten = self._overwritten(settings)
+            names = {id(tensor): name for name, tensor in chain(block.named_parameters(), block.named_buffers())}
+            for place in overwritten.keys() - (settings.written or ()):
+                refused[overwritten[place]] = f"`{names.get(overwritten[place], place[1])}`"
         if refused:
             undo.enter_context(_Refused(self.name, refused))
 
@@ -209,77 +212,56 @@ class ForwardState:
         if settings.changing or not settings.hold(block):
             return False
         dicts = settings.dicts(block)
-        if any(
-            dicts[number].get(key) is not seen.tensor or seen.is_overwritten for (number, key), seen, _ in self.stored
-        ):
-            return False
-        if not all(_is_same(dicts[number].get(key), value, content) for (number, key), value, content in self.held):
-            return False
-        if self.tensors is None:
-            return True
-        recorded = chain.from_iterable(map(dict.values, self.tensors))
-        current = chain.from_iterable(map(dict.values, settings.tensors))
-        if not all(map(operator.is_, recorded, current)):
-            return False
-        return not any(each.is_overwritten or each.tensor.requires_grad != each.trained for each in self.seen)
+        tensors = chain(self._seen(settings), ((place, seen) for place, seen, _ in self.stored))
+        for (number, key), seen in tensors:
+            if dicts[number].get(key) is not seen.tensor or seen.is_overwritten:
+                return False
+            if seen.tensor.requires_grad != seen.trained:
+                return False
+        for (number, key), value, content in self.held:
+            if dicts[number].get(key) is not value or not _is_same(value, content):
+                return False
+        return True
 
-    def _restored_tensors(self) -> dict[Place, torch.Tensor]:
-        """Return the buffers and tensors in attributes as they were before the forward, for one recomputation."""
-        settings = self.settings
-        assert settings is not None
-        tensors = {}
+    def _contents(
+        self, settings: Settings, dicts: list[dict[str, Any]]
+    ) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Yield each dict of the block with its content in the forward, for one recomputation."""
+        recorded: list[dict[str, Any]] = [{} for _ in dicts]
+        copies: dict[int, Any] = {}
+        for (number, key), _, content in self.held:
+            recorded[number][key] = copied(content, copies)
         with compat.torch.unseen_by_modes():
             for place, seen, values in self.stored:
-                changes = place in settings.changing or seen.is_overwritten
-                tensors[place] = seen.tensor if values is None or not changes else values.clone()
-        return tensors
-
-    def _put_back_attributes(self, settings: Settings, dicts: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Give every module the attributes of the forward, and undo what the recomputation does to them."""
-        copies: dict[int, Any] = {}
-        changeable = {place: copied(content, copies) for place, _, content in self.held}
-        changeable |= self._restored_tensors()
-        for number, plain in enumerate(settings.attributes):
-            attributes = dicts[number]
-            before = dict(attributes)
-            wanted = {key: value for key, value in before.items() if key in settings.names[number]}
-            wanted |= plain
-            wanted |= {key: value for (owner, key), value in changeable.items() if owner == number}
-            undo.callback(_become, attributes, before)
-            _become(attributes, wanted)
-
-    def _put_back_boxes(self, settings: Settings, dicts: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Give every module the children, hooks, parameters and buffers of the forward."""
+                has_changed = values is not None and (place in settings.changing or seen.is_overwritten)
+                recorded[place[0]][place[1]] = values.clone() if values is not None and has_changed else seen.tensor
+        first = len(settings.attributes)
+        for number, box in enumerate(dicts):
+            if number < first:
+                content = {key: value for key, value in box.items() if key in settings.names[number]}
+                content |= settings.attributes[number]
+            elif self.tensors:
+                content = {key: seen and seen.tensor for key, seen in self.tensors[number - first].items()}
+            else:
+                content = dict(box)
+            yield box, content | recorded[number]
         for box, content in zip(settings.boxes, settings.contents, strict=True):
             if isinstance(box, dict):
-                _lend(box, content, undo)
+                yield box, content
             elif box != content:
                 raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
-        first = len(settings.attributes)
-        restored = self._restored_tensors()
-        for number, box in enumerate(settings.tensors):
-            content = dict(box if self.tensors is None else self.tensors[number])
-            content |= {key: tensor for (owner, key), tensor in restored.items() if owner == first + number}
-            _lend(box, content, undo)
 
-    def _overwritten(self) -> list[tuple[Place, torch.Tensor]]:
-        """Return the parameters and buffers that were overwritten since the forward began, and that have no copy."""
-        settings = self.settings
-        if settings is None or self.tensors is None:
-            return []
-        first = len(settings.attributes)
-        places = [
-            (number, key)
-            for number, box in enumerate(self.tensors, first)
-            for key, tensor in box.items()
-            if tensor is not None
-        ]
-        copied_places = {place for place, _, values in self.stored if values is not None}
-        return [
-            (place, each.tensor)
-            for place, each in zip(places, self.seen, strict=True)
-            if each.is_overwritten and place not in copied_places
-        ]
+    def _overwritten(self, settings: Settings) -> dict[Place, int]:
+        """Return the parameters and buffers that were overwritten since the forward began, and that have no copy.
+
+        Place -> id of the tensor.
+        """
+        with_copy = {place for place, _, values in self.stored if values is not None}
+        return {
+            place: id(seen.tensor)
+            for place, seen in self._seen(settings)
+            if seen.is_overwritten and place not in with_copy
+        }
 
 
 def _without_graph(value: Any) -> Any:
@@ -301,35 +283,25 @@ def _has_changed(stored: _Stored) -> bool:
     return not torch.equal(seen.tensor, values)
 
 
-def _is_same(current: Any, value: Any, content: Any) -> bool:
-    """Whether an attribute is still the same container with the same items. False where that cannot be told."""
-    if current is not value or type(value) not in (list, dict, tuple) or len(value) != len(content):
-        return False
-    if isinstance(value, dict):
-        return list(value) == list(content) and all(map(operator.is_, value.values(), content.values()))
-    return all(map(operator.is_, value, content))
-
-
-def _become(attributes: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Change attributes to those that are wanted, except for those that are none of the settings."""
-    for key in [key for key in attributes if key not in wanted and not is_ignored(key)]:
-        del attributes[key]
-    for key, value in wanted.items():
-        if attributes.get(key, _MISSING) is not value and not is_ignored(key):
-            attributes[key] = value
-
-
-def _lend(box: dict[Any, Any], content: dict[Any, Any], undo: contextlib.ExitStack) -> None:
-    """Replace the content of a dict until `undo` ends."""
-    undo.callback(_fill, box, dict(box))
-    _fill(box, content)
+def _is_same(value: Any, content: Any) -> bool:
+    """Whether a container still has the items of its copy. False where that cannot be told."""
+    if isinstance(value, dict) and isinstance(content, dict):
+        return list(value) == list(content) and all(map(_is_same, value.values(), content.values()))
+    if isinstance(value, (list, tuple)) and isinstance(content, (list, tuple)):
+        return len(value) == len(content) and all(map(_is_same, value, content))
+    return value is content
 
 
 def _fill(box: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Give a dict this content, in this order. Other threads may read one that has it already."""
-    if list(box) != list(content) or not all(map(operator.is_, box.values(), content.values())):
-        box.clear()
-        box.update(content)
+    """Give a dict this content, in this order, apart from keys that are no settings. Other threads may read it."""
+    for key in [key for key in box if key not in content and not is_ignored(key)]:
+        del box[key]
+    for key, value in content.items():
+        if box.get(key, _MISSING) is not value and not is_ignored(key):
+            box[key] = value
+    if [key for key in box if key in content] != [key for key in content if key in box]:  # hooks run in order
+        for key in [key for key in content if key in box]:
+            box[key] = box.pop(key)
 
 
 def _described(tensor: torch.Tensor) -> str:
