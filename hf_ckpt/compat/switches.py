@@ -17,31 +17,30 @@ import torch.overrides
 from hf_ckpt.compat.private import private
 
 _NAMES = (
-    *(
-        (f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
-        for kernel in ("flash", "mem_efficient", "math", "cudnn")
-    ),
-    *((f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}") for kernel in ("overrideable", "fa3")),
-    *(
-        (f"_get_{switch}", f"_set_{switch}")
-        for switch in (
-            "sdp_priority_order",
-            "math_sdp_allow_fp16_bf16_reduction",
-            "mkldnn_enabled",
-            "mkldnn_deterministic",
-            "cudnn_enabled",
-            "cudnn_benchmark",
-            "cudnn_deterministic",
-            "cublas_allow_fp16_accumulation",
-            "cublas_allow_fp16_reduced_precision_reduction",
-            "cublas_allow_bf16_reduced_precision_reduction",
-        )
-    ),
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    ("_get_cublas_allow_fp16_reduced_precision_reduction", "_set_cublas_allow_fp16_reduced_precision_reduction"),
+    ("_get_cublas_allow_bf16_reduced_precision_reduction", "_set_cublas_allow_bf16_reduced_precision_reduction"),
 )
 """Functions of `torch._C` that read and write a switch each. A build may lack some of them."""
 _PRECISIONS = (
     ("generic", "all"),
-    *((backend, operation) for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
 )
 """(backend, operation) with a precision for float32 of their own, since torch 2.9. The general ones come first,
 because setting one also sets those that inherit from it."""
@@ -70,9 +69,13 @@ def _set_matmul_precision(precision: str | None) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
+def _set_deterministic(mode: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+
 _SWITCHES: list[_Switch] = [
     (_matmul_precision, _set_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.are_deterministic_algorithms_enabled, _set_deterministic),
     *(_switch(*names) for names in _NAMES if hasattr(torch._C, names[0]) and hasattr(torch._C, names[1])),
 ]
 if hasattr(torch._C, "_get_fp32_precision_getter"):
@@ -97,6 +100,9 @@ class Switches:
     def restored(self) -> Iterator[None]:
         """Restore them inside this context, and put them back at its end."""
         before = Switches()
+        if before.values == self.values and before.modes == self.modes:
+            yield
+            return
         _change(before, self)
         try:
             yield

@@ -36,9 +36,9 @@ class Seen:
 
     def __init__(self, tensor: torch.Tensor, *, address: bool = False) -> None:
         self.tensor = tensor
-        self.version = version_of(tensor)
+        self.version = -1 if tensor.is_inference() else tensor._version
         """The in-place version; -1 for inference tensors, which have none."""
-        self.address = address_of(tensor) if address else 0
+        self.address = tensor.data_ptr() if address and type(tensor) is nn.Parameter else 0
         """The address of its values; 0 if it is not compared."""
         self.trained = tensor.requires_grad
         """Whether the tensor required gradients."""
@@ -46,6 +46,7 @@ class Seen:
     @property
     def is_overwritten(self) -> bool:
         """Whether its values may have changed since: the version has moved, or the values are at another address."""
-        if version_of(self.tensor) != self.version:
+        tensor = self.tensor
+        if self.version >= 0 and tensor._version != self.version:
             return True
-        return self.address != 0 and self.tensor.data_ptr() != self.address
+        return self.address != 0 and tensor.data_ptr() != self.address

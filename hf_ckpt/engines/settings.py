@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import CONTAINERS
+from hf_ckpt.engines.arguments import CONTAINERS, copied
 from hf_ckpt.engines.seen import Seen
 from hf_ckpt.models.blocks import routers
 
@@ -45,12 +45,13 @@ class Settings:
         self.attributes: list[dict[str, Any]] = []
         """The plain attributes of each module and of its config. The block comes first."""
         self.boxes: list[Any] = []
-        """Dicts of children, of hooks or of plain values, such as the scaling of adapters; and PEFT's lists of merged
-        adapters."""
+        """Dicts of children and of hooks; dicts and lists of plain values, such as the scaling of adapters."""
         self.tensors: list[dict[str, torch.Tensor | None]] = []
         """The dicts of parameters and of buffers that are not empty."""
+        self.merged: list[list[str]] = []
+        """Those of the boxes that list the merged adapters of a layer."""
         self.containers: list[Place] = []
-        """The attributes that a forward may change in place, other than tensors."""
+        """Containers of tensors or of other objects."""
         self.state: list[Place] = []
         """Buffers, and tensors that are attributes: a forward may replace them or change them in place."""
         self.changing: set[Place] = set()
@@ -83,6 +84,7 @@ class Settings:
                     self.tensors.append(box)
                     buffers.append(box is attributes["_buffers"])
             self.boxes += [box for key, box in attributes.items() if _is_box(key, box)]
+            self.merged += [box for key, box in attributes.items() if compat.peft.is_merged(key, box)]
             config = compat.transformers.config_of(module)
             if config is not None and not any(vars(config) is owner for owner in owners):
                 owners.append(vars(config))
@@ -94,7 +96,7 @@ class Settings:
         for number, are_buffers in enumerate(buffers):
             if are_buffers:
                 self.state += [(len(owners) + number, key) for key in self.tensors[number]]
-        self.contents = [box.copy() for box in self.boxes]
+        self.contents = [copied(box, {}) for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
         self.getters = [(place, operator.itemgetter(*names)) for place, names in enumerate(self.attributes) if names]
         self.values = [getter(owners[place]) for place, getter in self.getters]
@@ -173,9 +175,15 @@ def _holds_tensors_or_changes(value: Any) -> bool:
 
 
 def _is_box(key: str, value: Any) -> bool:
-    """Whether an attribute is one of `Settings.boxes`. Empty dicts count if they may get hooks."""
-    if key in ("_forward_pre_hooks", "_forward_hooks") or compat.peft.is_merged(key, value):
-        return True
-    if not isinstance(value, dict) or not value:
+    """Whether an attribute is one of `Settings.boxes`."""
+    if key in _INTERNAL:
+        return key in ("_forward_pre_hooks", "_forward_hooks", "_modules")
+    return _is_plain_container(value)
+
+
+def _is_plain_container(value: Any) -> bool:
+    """Whether a value is a dict or a list of plain values, also nested. Such containers compare fast."""
+    if type(value) not in (dict, list):
         return False
-    return key == "_modules" or all(isinstance(item, (bool, int, float, str)) for item in value.values())
+    items = value.values() if type(value) is dict else value
+    return all(item is not value and (_is_plain(item) or _is_plain_container(item)) for item in items)

@@ -103,8 +103,9 @@ class ForwardState:
             {key: None if tensor is None else Seen(tensor, address=True) for key, tensor in box.items()}
             for box in settings.tensors
         ]
+        seen = [seen for _, seen in self._seen(settings)]
         # Inference tensors have no version, and a trace on fake tensors may change them freely.
-        if any(seen.version < 0 or compat.torch.is_fake(seen.tensor) for _, seen in self._seen(settings)):
+        if any(each.version < 0 for each in seen) or (seen and compat.torch.is_fake(seen[0].tensor)):
             self.tensors = []
 
     def _seen(self, settings: Settings) -> Iterator[tuple[Place, Seen]]:
@@ -194,7 +195,7 @@ class ForwardState:
         block = self.block
         if settings is not None and block is not None and not self._is_unchanged(settings, block):
             for box, content in self._contents(settings, settings.dicts(block)):
-                undo.callback(_fill, box, dict(box))  # also undoes what the recomputation itself changes
+                undo.callback(_fill, box, box.copy())  # also undoes what the recomputation itself changes
                 _fill(box, content)
             for _, seen in self._seen(settings):
                 if seen.tensor.requires_grad != seen.trained:
@@ -211,22 +212,26 @@ class ForwardState:
         """Whether a recomputation finds the block as the forward did, and changes nothing in it."""
         if settings.changing or not settings.hold(block):
             return False
-        dicts = settings.dicts(block)
-        tensors = chain(self._seen(settings), ((place, seen) for place, seen, _ in self.stored))
-        for (number, key), seen in tensors:
-            if dicts[number].get(key) is not seen.tensor or seen.is_overwritten:
+        for box, recorded in zip(settings.tensors, self.tensors, strict=False):
+            if list(box) != list(recorded):
                 return False
-            if seen.tensor.requires_grad != seen.trained:
+            for tensor, seen in zip(box.values(), recorded.values(), strict=True):
+                if seen is None or tensor is None:
+                    if seen is not None or tensor is not None:
+                        return False
+                elif tensor is not seen.tensor or seen.is_overwritten or tensor.requires_grad != seen.trained:
+                    return False
+        dicts = settings.dicts(block)
+        for (number, key), seen, _ in self.stored:
+            if dicts[number].get(key) is not seen.tensor or seen.is_overwritten:
                 return False
         for (number, key), value, content in self.held:
             if dicts[number].get(key) is not value or not _is_same(value, content):
                 return False
         return True
 
-    def _contents(
-        self, settings: Settings, dicts: list[dict[str, Any]]
-    ) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Yield each dict of the block with its content in the forward, for one recomputation."""
+    def _contents(self, settings: Settings, dicts: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield each dict or list of the block with its content in the forward, for one recomputation."""
         recorded: list[dict[str, Any]] = [{} for _ in dicts]
         copies: dict[int, Any] = {}
         for (number, key), _, content in self.held:
@@ -246,10 +251,9 @@ class ForwardState:
                 content = dict(box)
             yield box, content | recorded[number]
         for box, content in zip(settings.boxes, settings.contents, strict=True):
-            if isinstance(box, dict):
-                yield box, content
-            elif box != content:
+            if box != content and any(box is merged for merged in settings.merged):
                 raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
+            yield box, copied(content, {})
 
     def _overwritten(self, settings: Settings) -> dict[Place, int]:
         """Return the parameters and buffers that were overwritten since the forward began, and that have no copy.
@@ -292,8 +296,11 @@ def _is_same(value: Any, content: Any) -> bool:
     return value is content
 
 
-def _fill(box: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """Give a dict this content, in this order, apart from keys that are no settings. Other threads may read it."""
+def _fill(box: Any, content: Any) -> None:
+    """Give a dict or list this content, apart from keys that are no settings. Other threads may read it meanwhile."""
+    if isinstance(box, list):
+        box[:] = content
+        return
     for key in [key for key in box if key not in content and not is_ignored(key)]:
         del box[key]
     for key, value in content.items():

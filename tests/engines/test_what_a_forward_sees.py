@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import threading
 import types
 
 import numpy
@@ -325,6 +326,55 @@ def test_a_recomputation_runs_under_the_switches_of_the_forward(name, engine):
         assert torch.backends.cuda.flash_sdp_enabled()
     assert_same(*found)
     assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
+
+
+def test_segments_inside_one_autocast_of_several_steps():
+    """Autocast caches the casts of the first step, and keeps them while it is on."""
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, ENGINES["segments"])):
+        model = plan(custom_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            for number in range(3):
+                optimizer.zero_grad(set_to_none=True)
+                loss = custom_loss(model, number)
+                loss.backward()
+                optimizer.step()
+        found.append(outcome(model, loss))
+    assert_same(*found)
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 3
+
+
+def drops(block, hidden, shift):
+    return functional.dropout(work(block, hidden, shift), 0.5)
+
+
+def test_backwards_of_two_threads_draw_their_own_numbers():
+    """The generators belong to the process: without a lock, both recomputations would be inside at the same time."""
+    inside, in_backward = threading.Barrier(2), threading.Event()
+
+    def meets(block, hidden, shift):
+        if in_backward.is_set():
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other one is locked out
+                inside.wait(0.1)
+        return drops(block, hidden, shift)
+
+    found = []
+    for plan in (lambda model: model, lambda model: planned(model, "full")):
+        models = [plan(custom_model(meets)) for _ in range(2)]
+        in_backward.clear()
+        torch.manual_seed(5)
+        losses = [custom_loss(model) for model in models]
+        in_backward.set()
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found.append([outcome(model, loss) for model, loss in zip(models, losses, strict=True)])
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+    assert all(min(hf_ckpt.describe(model).recomputed.values()) == 1 for model in models)
 
 
 # --- what a block is given --------------------------------------------------------------------------------------------
