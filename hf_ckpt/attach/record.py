@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_ckpt import compat
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.region import Region, Request, make
@@ -27,8 +28,8 @@ from hf_ckpt.spec.spec import Spec
 
 RECORD = "_hf_ckpt"
 """Name of the attribute of the base model that holds its `Installation`."""
-FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-"""Names of the two attributes that transformers' modules read: whether to checkpoint, and the function to call."""
+FLAG, FUNCTION = compat.transformers.SWITCHES
+"""Names of the attributes that say whether to checkpoint, and which function to call."""
 KEEPS_CACHE = "_can_checkpoint_with_cache"
 """Name of the attribute by which a block says that it may get a cache while it is checkpointed."""
 

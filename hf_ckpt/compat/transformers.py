@@ -37,8 +37,8 @@ TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check")
 """Options of an enable call that transformers passes to `torch.utils.checkpoint`, and that hf_ckpt knows, too."""
 
 
-SWITCHES = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})
-"""The attributes of a module that switch checkpointing: a flag, and the function to call."""
+SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+"""Names of the two attributes of a module that its class reads: whether to checkpoint, and the function to call."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of a forward's cache argument, the newest first. Since transformers 5.24, its own models call it `cache`, and
 accept the other names until 5.40. Models with custom code keep their names."""

@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str, enum.Enum, numpy.generic, torch.dty
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 """Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | compat.transformers.SWITCHES
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | set(compat.transformers.SWITCHES)
 """Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those that switch
 checkpointing, because a block's function refers to its settings."""
 _MOST_COPIED = 2**20
