@@ -56,30 +56,14 @@ def _switch(read: str, write: str, *key: str) -> _Switch:
     return reader, lambda value: writer(*value) if isinstance(value, tuple) else writer(value)
 
 
-def _matmul_precision() -> str | None:
-    """Return the precision of `torch.set_float32_matmul_precision`; None if newer functions have set it, too."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses a mixture
-        return None
-
-
-def _set_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        torch.set_float32_matmul_precision(precision)
-
-
-def _set_deterministic(mode: bool) -> None:
-    torch.use_deterministic_algorithms(mode, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
-
-
 _SWITCHES: list[_Switch] = [
-    (_matmul_precision, _set_matmul_precision),
-    (torch.are_deterministic_algorithms_enabled, _set_deterministic),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *(_switch(*names) for names in _NAMES if hasattr(torch._C, names[0]) and hasattr(torch._C, names[1])),
 ]
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _SWITCHES += [_switch("_get_fp32_precision_getter", "_set_fp32_precision_setter", *key) for key in _PRECISIONS]
+else:
+    _SWITCHES.append((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
 _READERS = [read for read, _ in _SWITCHES]
 
 _function_modes = private("torch.overrides._get_current_function_mode_stack")

@@ -293,18 +293,23 @@ def matmul_precision(precision):
     torch.set_float32_matmul_precision(before)
 
 
+def precision_now():
+    newer = getattr(torch._C, "_get_fp32_precision_getter", None)  # torch 2.8 has one precision for all backends
+    return newer("mkldnn", "matmul") if newer else torch.get_float32_matmul_precision()
+
+
 def attends(block, hidden, shift):
     query = hidden.unsqueeze(1)
     return work(block, functional.scaled_dot_product_attention(query, query, query).squeeze(1), shift)
 
 
 def reads_the_precision(block, hidden, shift):
-    return scaled(block, hidden, {"highest": 1.0, "high": 2.0}[torch.get_float32_matmul_precision()])
+    return scaled(block, hidden, 2.0 if precision_now() in ("bf16", "medium") else 1.0)
 
 
 AROUND = {
     "sdpa_kernel": (attends, lambda: sdpa_kernel(SDPBackend.MATH)),
-    "float32 precision": (reads_the_precision, lambda: matmul_precision("high")),
+    "float32 precision": (reads_the_precision, lambda: matmul_precision("medium")),
     "a TorchFunctionMode": (work, Doubles),
 }
 """What is active in the forward, and not in backward -> what a block does, and the context."""
