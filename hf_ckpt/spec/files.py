@@ -61,9 +61,11 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text to a file atomically, as UTF-8. Raises `FileError` if it cannot be written."""
     refuse_unwritable(path)
     target = Path(os.path.realpath(path))  # a link stays a link
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     try:
-        beside.write_text(text, encoding="utf-8")
+        # In a folder that others may write to, a link at this name would lead to another file: "x" follows no link.
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
         os.replace(beside, target)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 from machine import circumstances
 
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.spec.files import write_text
 
 Case = dict[str, Any]
 """Figures as a dict for JSON; with the key `error` if measuring failed."""
@@ -72,9 +73,7 @@ class Results:
         if self.path is not None:
             figures = {"settings": self.settings, "circumstances": self.circumstances, "cases": self.cases}
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.path.with_suffix(".part")  # an interruption leaves the file whole
-            beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-            beside.replace(self.path)
+            write_text(self.path, json.dumps(figures, indent=1) + "\n")  # an interruption leaves the file whole
 
     @property
     def good(self) -> dict[str, Case]:

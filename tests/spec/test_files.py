@@ -178,6 +178,20 @@ def test_a_link_stays_a_link_and_points_to_the_new_plan(tmp_path):
     assert Plan.load(tmp_path / "there" / "real.json") == plan_of(3)
 
 
+def test_no_link_that_someone_planted_is_followed(tmp_path, monkeypatch):
+    victim, plan = tmp_path / "victim", tmp_path / "plan.json"
+    victim.write_text("of another user")
+    plan_of(2).save(plan)
+    assert plan.stat().st_mode == victim.stat().st_mode
+    monkeypatch.setattr(os, "urandom", bytes)  # so that the temporary name can be guessed
+    for guess in (str(os.getpid()), bytes(4).hex()):
+        (tmp_path / f".plan.json.{guess}.tmp").symlink_to(victim)
+    with pytest.raises(FileError, match="cannot be written: File exists"):
+        plan_of(3).save(plan)
+    assert victim.read_text() == "of another user"
+    assert Plan.load(plan) == plan_of(2)
+
+
 def test_a_line_is_added_whole_or_not_at_all(tmp_path):
     path = tmp_path / "rows.jsonl"
     files.append_line(path, json.dumps({"row": 1}))
