@@ -354,10 +354,16 @@ class StepState:
     def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
         self.random = compat.random_state.RandomState(devices)
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_inference()]
+        boxes = (vars(part).get("_buffers") for part in module.modules())
+        self.boxes = [(box, box.copy()) for box in boxes if isinstance(box, dict)]
+        """The dict of each module's buffers, and what it holds. A forward may replace a buffer (`self.ema = ...`)."""
 
     def restore(self) -> None:
         """Reset the module's buffers and the random state."""
         self.random.restore()
+        for box, content in self.boxes:
+            box.clear()
+            box.update(content)
         with torch.no_grad():
             for buffer, values in self.buffers:  # compared by value: a batch norm does not count its changes
                 if not torch.equal(buffer, values):

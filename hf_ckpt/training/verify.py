@@ -116,7 +116,7 @@ def verify(
         return {
             **{f"gradient of {name}": parameter.grad for name, parameter in trained},
             "loss": loss.detach(),
-            **{f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()},
+            **{f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)},
         }
 
     try:
@@ -145,7 +145,7 @@ def verify(
     there = {name: one for name, one in plain.items() if one is not None and name.startswith("gradient of ")}
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
     least = 0.01 * max((float(gradient.double().norm()) for gradient in there.values()), default=0.0)
-    gaps = {name: _gap(one, planned[name], least if name in there else 0.0) for name, one in plain.items()}
+    gaps = {name: _gap(one, planned.get(name), least if name in there else 0.0) for name, one in plain.items()}
     allowed = 0.0
     if compiled or after.plan.head != "full":
         small = any(gradient.dtype.itemsize < 4 for gradient in there.values())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from helpers.adapters import with_lora
+from helpers.custom import custom_loss, model_of_averages
 from helpers.failing import MESSAGE, run_out, train
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, gradients, planned, without_cache
@@ -195,6 +196,26 @@ def test_nothing_of_a_failed_attempt_is_held():
         guard(step, live)
     assert guard.taken == [SELECTIVE, FULL]
     assert max(at_start) - min(at_start) < 0.01 * (peak[0] - at_start[0]), (at_start, peak)
+
+
+def test_a_retry_begins_with_the_buffers_that_a_step_replaced():
+    found = []
+    for failing in ([], [True]):
+        model = model_of_averages()
+        guard, attempts = OomGuard(model), len(failing)
+
+        def step(number, model=model, failing=failing):
+            loss = custom_loss(model, number)
+            if failing:
+                run_out(failing.clear())
+            loss.backward()
+
+        for number in range(2):
+            guard(step, number)
+        found.append({"loss": None, **gradients(model), **dict(model.named_buffers())})
+        assert guard.attempts == attempts
+    assert_same(*found)
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
 
 
 @pytest.mark.parametrize("policy", ["budget", "auto"])

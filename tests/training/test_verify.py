@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers.custom import without_forward_state
+from helpers.custom import model_of_averages, without_forward_state
 from helpers.planned import budgeted, model_of, without_state
 from helpers.steps import enable, step, without_cache
 from torch import nn
@@ -47,6 +47,16 @@ def test_verify_restores_the_model_and_the_random_state():
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is there[name] for name, parameter in model.named_parameters())
     assert {name: vars(module) for name, module in model.named_modules()} == before
+
+
+def test_buffers_that_a_forward_replaces_are_compared_and_restored():
+    model = model_of_averages()
+    there = dict(model.named_buffers())
+    batch = {"hidden_states": torch.ones(2, 8, 16), "shift": torch.ones(16)}
+    result = hf_ckpt.verify(model, batch, "full", loss_fn=torch.sum)
+    assert result, result
+    assert list(result.recomputed.values()) == [1] * 3
+    assert all(buffer is there[name] and float(buffer) == 1 for name, buffer in model.named_buffers())
 
 
 def test_an_installed_plan_is_checked_and_kept():
