@@ -214,6 +214,11 @@ def gathered_rows(trainer: Any) -> int:
     return max((len(one) for one in sets if hasattr(one, "__len__")), default=0)
 
 
+def forget_evaluation_loaders(trainer: Any) -> None:
+    """Make a Trainer build its evaluation loaders anew: with persistent workers, it keeps them and their batch size."""
+    getattr(trainer, "_eval_dataloaders", {}).clear()
+
+
 def uninitialised() -> contextlib.AbstractContextManager[None]:
     """Make transformers create models without initialising their weights, inside this context."""
     try:

@@ -30,6 +30,7 @@ from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
+from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.training.install import install_one
@@ -216,23 +217,42 @@ class OomGuardMixin:
 
     oom_guard: OomGuard | None = None
     """The guard; None until the first training step."""
+    evaluated_batches = 0
+    """Batches that the current evaluation has computed."""
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own `training_step` under the guard, and return its loss."""
         return guarded_training_step(self, super().training_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's own `prediction_step`, count it, and return its result."""
+        result = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        self.evaluated_batches += 1
+        return result
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own `evaluate`. If it runs out of memory, do so again with half the batch, from then on."""
         settings: Any = self.args  # type: ignore[attr-defined]
         while True:
+            self.evaluated_batches = 0
             try:
                 return super().evaluate(*args, **kwargs)  # type: ignore[misc]
             except Exception as raised:
                 size = settings.per_device_eval_batch_size
                 if size < 2 or settings.world_size > 1 or not compat.devices.is_out_of_memory(raised):
                     raise
+                counts = settings.batch_eval_metrics and self.compute_metrics is not None  # type: ignore[attr-defined]
+                if counts and self.evaluated_batches:
+                    warn_once(
+                        log,
+                        "hf_ckpt: out of memory in evaluation, which cannot begin again: with batch_eval_metrics, "
+                        "compute_metrics has already counted some batches. Lower per_device_eval_batch_size, now %d.",
+                        size,
+                    )
+                    raise
                 _without_frames(raised)
             compat.devices.release_memory()
+            compat.transformers.forget_evaluation_loaders(self)
             settings.per_device_eval_batch_size = size // 2
             log.warning("hf_ckpt: out of memory in evaluation, which begins again with batches of %d rows.", size // 2)
 

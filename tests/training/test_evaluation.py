@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from helpers.trainers import FLAG, trainer
 from transformers import Trainer
 
@@ -42,9 +43,21 @@ class Guarded(hf_ckpt.OomGuardMixin, Trainer):
     pass
 
 
-@pytest.mark.parametrize(("most", "sizes"), [(4, {4}), (2, {2, 4}), (1, {1, 2, 4})])
-def test_evaluation_in_smaller_batches_has_the_same_loss(most, sizes, tmp_path, caplog):
+KEPT_LOADER = {"dataloader_persistent_workers": True}
+"""With this, a Trainer keeps the loader of its evaluations."""
+
+
+def without_workers(dataset, persistent_workers, **options):
+    """A `DataLoader` that needs no process, although its workers shall be persistent."""
+    return torch.utils.data.DataLoader(dataset, **options)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes", "options"), [(4, {4}, {}), (2, {2, 4}, {}), (1, {1, 2, 4}, {}), (2, {2, 4}, KEPT_LOADER)]
+)
+def test_evaluation_in_smaller_batches_has_the_same_loss(most, sizes, options, tmp_path, monkeypatch, caplog):
     """`most` is the largest batch that the model evaluates without running out of memory."""
+    monkeypatch.setattr(transformers.trainer, "DataLoader", without_workers)
     seen = []
 
     def run_out(model, args, kwargs):
@@ -56,7 +69,8 @@ def test_evaluation_in_smaller_batches_has_the_same_loss(most, sizes, tmp_path, 
     def losses(hook):
         model = tiny_model("llama")
         handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-        run = trainer(tmp_path, model, kind=Guarded, per_device_eval_batch_size=4, **EVALUATING, **{FLAG: False})
+        settings = {**EVALUATING, "per_device_eval_batch_size": 4, FLAG: False, **options}
+        run = trainer(tmp_path, model, kind=Guarded, **settings)
         run.train()
         handle.remove()
         return [row["eval_loss"] for row in run.state.log_history if "eval_loss" in row]
@@ -78,3 +92,33 @@ def test_an_evaluation_of_single_rows_that_runs_out_of_memory_is_an_error(tmp_pa
     with pytest.raises(torch.OutOfMemoryError):
         run.train()
     assert run.args.per_device_eval_batch_size == 1
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_metrics_that_counted_a_batch_are_not_given_it_again(failing, tmp_path, caplog):
+    """With `batch_eval_metrics`, an evaluation of 4 rows begins again only if its first batch ran out of memory."""
+    sizes, rows = [], []
+
+    def run_out(model, args, kwargs):
+        if not model.training:
+            sizes.append(len(kwargs["input_ids"]))
+            if len(sizes) == failing:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def count(found, compute_result):
+        rows.append(len(found.predictions))
+        return {"rows": sum(rows)}
+
+    model = tiny_model("llama")
+    model.register_forward_pre_hook(run_out, with_kwargs=True)
+    settings = {**EVALUATING, "per_device_eval_batch_size": 2, "batch_eval_metrics": True, FLAG: False}
+    run = trainer(tmp_path, model, kind=Guarded, **settings)
+    run.compute_metrics = count
+    if failing == 1:
+        run.train()
+        assert rows == [1, 1, 1, 1]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            run.train()
+        assert rows == [2]
+    assert ("Lower per_device_eval_batch_size, now 2." in caplog.text) == (failing == 2)
