@@ -214,6 +214,13 @@ def gathered_rows(trainer: Any) -> int:
     return max((len(one) for one in sets if hasattr(one, "__len__")), default=0)
 
 
+def counters_of(trainer: Any) -> dict[str, Any]:
+    """Return what TRL's trainers that generate keep from one micro-step to the next: its number, and the completions
+    from which it takes its batch (GRPO, RLOO, distillation). Names of attributes -> values; empty for other trainers.
+    """
+    return {name: vars(trainer)[name] for name in ("_step", "_buffered_inputs") if name in vars(trainer)}
+
+
 def forget_evaluation_loaders(trainer: Any) -> None:
     """Make a Trainer build its evaluation loaders anew: with persistent workers, it keeps them and their batch size."""
     getattr(trainer, "_eval_dataloaders", {}).clear()

@@ -266,8 +266,14 @@ def guarded_training_step(
         groups = getattr(trainer.optimizer, "param_groups", ())
         also = [parameter for group in groups for parameter in group["params"]]
         guard = trainer.oom_guard = OomGuard(model, also=also)
-    # A copy, because some Trainers remove labels from their inputs, and a retry needs them.
-    return guard(lambda: training_step(model, copy.copy(inputs), *args, **kwargs))
+    counters = compat.transformers.counters_of(trainer)
+
+    def step() -> Any:
+        vars(trainer).update(counters)  # a micro-step that runs again must get the same completions
+        # A copy, because some Trainers remove labels from their inputs, and a retry needs them.
+        return training_step(model, copy.copy(inputs), *args, **kwargs)
+
+    return guard(step)
 
 
 # --- tighter plans ----------------------------------------------------------------------------------------------------

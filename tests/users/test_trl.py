@@ -8,8 +8,9 @@ import datasets
 import pytest
 import transformers
 from helpers.clients import COMMON, GRPO, MIXED, PLANS, STEPS, TASKS, assert_trained_alike, trained
+from helpers.failing import run_out
 from helpers.sparing import sparing
-from helpers.steps import assert_near, input_gradient_hooks
+from helpers.steps import assert_near, assert_same, input_gradient_hooks
 from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
@@ -28,7 +29,7 @@ def letters(completions, **_):
 def trl_run(base, tmp_path):
     """Train with one of TRL's trainers; with a spec, install hf_ckpt and pass the spec to the trainer."""
 
-    def run(kind, spec=None, *, lora=False, wrapped=False, installed=None, **settings):
+    def run(kind, spec=None, *, lora=False, wrapped=False, installed=None, mixins=(), **settings):
         name = kind.upper() if len(kind) < 5 else kind.title()
         library = importlib.import_module("trl.experimental.orpo" if kind == "orpo" else "trl")
         more = {"reward_funcs": letters} if kind in ("grpo", "rloo") else {}
@@ -48,7 +49,8 @@ def trl_run(base, tmp_path):
                 hf_ckpt.install(model, installed)
             if kind == "distillation":
                 more["teacher_model"] = tiny_model("llama", seed=1)
-            return getattr(library, f"{name}Trainer")(
+            trainer = getattr(library, f"{name}Trainer")
+            return type(trainer.__name__, (*mixins, trainer), {})(
                 model=model,
                 args=getattr(library, f"{name}Config")(
                     output_dir=str(tmp_path), **{**COMMON, **flags, **own, **settings}
@@ -109,6 +111,38 @@ def test_trl_enables_an_installed_spec_by_default(trl_run):
 def test_the_selective_switch_of_trl_is_refused_by_name(trl_run):
     with pytest.raises(SpecError, match=r"`selective` is TRL's switch .* ask for `policy: selective`"):
         trl_run("sft", {"selective": True})
+
+
+# --- the guard --------------------------------------------------------------------------------------------------------
+
+
+class RunsOut:
+    """A mixin for a trainer: the backward of its fourth loss runs out of memory after some gradients."""
+
+    losses = 0
+
+    def compute_loss(self, model, *args, **kwargs):
+        self.losses += 1
+        if self.losses == 4:
+            handle = model.get_input_embeddings().weight.register_hook(lambda _: run_out(handle.remove()))
+        return super().compute_loss(model, *args, **kwargs)
+
+
+GENERATING = {
+    "grpo": {"num_iterations": 1, "steps_per_generation": 3},  # the fourth micro-step has new completions
+    "rloo": {"num_iterations": 2},
+    "distillation": {"max_completion_length": 8},
+}
+
+
+@sparing("kind", GENERATING, "grpo")
+def test_a_step_that_runs_again_trains_on_the_same_completions(trl_run, kind):
+    """TRL counts micro-steps, and each takes its own part of the completions."""
+    settings = {**GENERATING[kind], "gradient_accumulation_steps": 2, "max_steps": 3}
+    runs = [trl_run(kind, mixins=mixins, **settings) for mixins in ((), (hf_ckpt.OomGuardMixin, RunsOut))]
+    expected, got = ({(place, name): one[name] for place, one in enumerate(r.tensors) for name in one} for r in runs)
+    assert_same(expected, got)
+    assert sum(hf_ckpt.describe(runs[1].model).recomputed.values()) > 0
 
 
 # --- the head in chunks ---------------------------------------------------------------------------------------------
