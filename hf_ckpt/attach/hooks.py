@@ -25,6 +25,12 @@ from hf_ckpt.models.blocks import refuse_other_owner
 
 log = logging.getLogger(__name__)
 
+PACKED = (
+    "%s builds no cache while blocks are checkpointed, so packed rows (their `position_ids` begin anew) do not see "
+    "each other. With the cache that your call asks for, they do. Pass `use_cache=False`, also without checkpointing."
+)
+"""Warning of packed rows, which transformers recognises only without a cache."""
+
 
 def is_trained(module: nn.Module) -> bool:
     """Return whether any parameter of a module requires gradients."""
@@ -100,6 +106,7 @@ class PassHook(ModelHook):
         self.drops_caches, self.runs_last = drops_caches, runs_last
         self._checked: weakref.ref[nn.Module] | None = None
         """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
+        self._looked_for_packing = False
 
     def _record(self) -> Installation | None:
         base = self._held[0]()
@@ -155,6 +162,10 @@ class PassHook(ModelHook):
                     "block twice, or another adapter. `with hf_ckpt.paused(model)` turns the plan "
                     "off for a while."
                 )
+        if outermost and not self._looked_for_packing:
+            self._looked_for_packing = True  # once, because the host waits for the device
+            if self.drops_caches and compat.transformers.cache_hides_packing(self.base, kwargs):
+                warn_once(log, f"hf_ckpt: {PACKED}", type(module).__name__)
         if self.blocks:
             self._check(module, record)
         return self._without_cache(module, args, kwargs) if own else (args, kwargs)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel as PreTrainedModel
+from transformers import masking_utils
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 
@@ -170,6 +171,22 @@ def forward_parameters(module: nn.Module) -> list[str]:
 def wants_use_cache(module: nn.Module) -> bool:
     """Whether the forward of `module` takes `use_cache`."""
     return "use_cache" in forward_parameters(module)
+
+
+def cache_hides_packing(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward with these arguments would build a cache, and keeps packed rows apart only without one.
+
+    transformers recognises packed rows by position ids that begin anew, unless there is a mask or a cache
+    (`masking_utils._preprocess_mask_arguments`). FlashAttention recognises them in any case.
+    """
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or kwargs.get("attention_mask") is not None:
+        return False
+    config: Any = model.config.get_text_config()
+    builds_cache = kwargs.get("use_cache", getattr(config, "use_cache", False))
+    if not builds_cache or "flash" in str(config._attn_implementation):
+        return False
+    return hasattr(masking_utils, "find_packed_sequence_indices") and bool((positions.diff(dim=-1) != 1).any())
 
 
 def makes_inputs_require_gradients(hook: object) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe, paused
+from hf_ckpt.attach.hooks import PACKED
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.check import share_of_difference
 from hf_ckpt.engines.state import StepState
@@ -87,7 +88,8 @@ def verify(
     Args:
         model: a model in train mode, plain or wrapped.
         batch: keyword arguments of the forward, on the model's device, with labels unless `loss_fn` is given. Without
-            `use_cache`, neither run builds a key/value cache.
+            `use_cache`, neither run builds a key/value cache, except with packed rows, where a cache changes more than
+            the last bits.
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
             there is none. While an installed `budget` or `auto` measures, that is the plan of its last step.
         loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
@@ -98,7 +100,9 @@ def verify(
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
-    if "use_cache" not in batch and compat.transformers.wants_use_cache(base_model(model)):
+    base = base_model(model)
+    is_packed = compat.transformers.cache_hides_packing(base, batch)
+    if "use_cache" not in batch and compat.transformers.wants_use_cache(base) and not is_packed:
         batch = {**batch, "use_cache": False}
     before = StepState(model, compat.random_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -154,6 +158,8 @@ def verify(
         if not gap <= (0.0 if name.startswith("buffer ") else allowed):  # or NaN
             problems.append(f"{name} differs by {gap:.2g} of its norm")
             break
+    if is_packed and problems:
+        problems.append(PACKED % type(base).__name__)
     if not there:
         problems.append("no parameter got a gradient: nothing was compared")
     equal = f"{sum(gaps[name] == 0 for name in there)} of {len(there)} bit-equal"

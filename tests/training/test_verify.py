@@ -171,6 +171,19 @@ def test_no_cache_is_built_in_either_run():
     assert not hf_ckpt.verify(model, {**BATCH, "use_cache": True})
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize(("rows", "options", "equal"), [(2, {}, False), (2, {"use_cache": False}, True), (1, {}, True)])
+def test_packed_rows_are_compared_with_the_call_of_the_user(rows, options, equal, caplog):
+    """transformers keeps them apart only without a cache, which no plan builds; a call without options builds one."""
+    batch = tiny_batch("llama", batch=1, tokens=16)
+    positions = torch.arange(16 // rows).repeat(rows)[None]
+    batch = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions, **options}
+    result = hf_ckpt.verify(tiny_model("llama", attention="sdpa"), batch, "full")
+    assert bool(result) == equal, result
+    for told in (caplog.text, str(result)):
+        assert ("packed rows (their `position_ids` begin anew) do not see each other" in told) == (not equal)
+
+
 def test_what_cannot_be_verified_is_refused():
     model, unlabelled = tiny_model("llama"), {"input_ids": BATCH["input_ids"]}
     for batch, spec, error in (
