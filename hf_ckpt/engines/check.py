@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.seen import version_of
+from hf_ckpt.engines.seen import Seen, version_of
 from hf_ckpt.models.blocks import routers
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,7 +49,8 @@ class Difference:
     """Name of the module inside the block that produced or saved the tensor; empty for the block itself."""
     operation: str
     """What produced the tensor: an autograd node (`MulBackward0`), or `input` for a tensor without a graph, `weight`,
-    `parameter` for a weight that was changed in place, `buffer`, `attribute`, `output` or `gradient`."""
+    `parameter` for a weight that was changed in place, `buffer` for what the block itself overwrites, `output` or
+    `gradient`."""
     shape: tuple[int, ...]
     what: str
     """What is different, in words."""
@@ -101,6 +102,12 @@ def _has_no_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (compat.torch.is_fake(value) or value.is_meta)
 
 
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same numbers in memory, so that they cannot differ."""
+    placed = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
+    return placed[0] == placed[1]
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor can be compared."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -134,7 +141,9 @@ CAUSES = {
     "updated": "The block reads {updated} that it updates itself in every run.{experts}",
     "unknown": "Unknown: the inputs, settings, random state and autocast of the recomputation were those of the "
     "forward. It may be a nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random "
-    "generator of its own, or anything else that the block reads, such as memory that is not written yet.{experts}",
+    "generator of its own, memory that is not written yet (RReLU as the last operation of a block: "
+    "https://github.com/pytorch/pytorch/issues/193671), or what only the forward finds, such as a patched function or "
+    "state of the process. `selective` runs no block twice.{experts}",
 }
 """What differs, or what changed between forward and backward -> the cause and what to do about it. The first row whose
 fact is known is the likely one."""
@@ -152,17 +161,19 @@ class _Facts(dict[str, Any]):
         """Whether the forward is still running."""
         self.autocast = compat.devices.autocast_now()
         self.parameters = list(map(id, module.parameters()))
+        self.own = {id(tensor): Seen(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        """The parameters and buffers of the block, as they were before its forward."""
         self.seen: list[dict[tuple[str, str], Any]] = []
         """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
-        self.inputs: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
-        """(argument, number of the tensor in it) -> an input tensor of the block in its forward, and its version."""
+        self.inputs: dict[tuple[str, int], Seen] = {}
+        """(argument, number of the tensor in it) -> an input tensor of the block in its forward."""
         self.random: compat.random_state.RandomState | None = None
         self.drawn = False, False
         """Whether the forward drew numbers from torch, and from Python or numpy."""
 
     def forward_begins(self, inputs: dict[tuple[str, int], torch.Tensor]) -> None:
         """Record the block's inputs and the random state."""
-        self.inputs = {key: (value.detach(), version_of(value)) for key, value in inputs.items()}
+        self.inputs = {key: Seen(value.detach()) for key, value in inputs.items()}
         self.random = compat.random_state.RandomState(
             compat.random_state.devices_of([*self.module.parameters(), *inputs.values()])
         )
@@ -189,8 +200,8 @@ class _Facts(dict[str, Any]):
         assert self.random is not None
         others = [
             f"`{key[0]}`"
-            for key, (value, version) in self.inputs.items()
-            if key not in again or version_of(value) != version or difference_of(value, again[key]) is not None
+            for key, seen in self.inputs.items()
+            if key not in again or seen.is_overwritten or difference_of(seen.tensor, again[key]) is not None
         ]
         self["inputs"] = ", ".join(list(dict.fromkeys(others))[:3])
         self["stored"], self.inputs = False, {}
@@ -198,6 +209,10 @@ class _Facts(dict[str, Any]):
         from_torch, from_host = self.drawn
         self["random"] = from_torch and self.random.of_torch_has_moved()
         self["host"] = from_host and self.random.of_host_has_moved()
+
+    def own_tensor(self, tensor: torch.Tensor) -> Seen | None:
+        """Return the parameter or buffer of the block that a tensor is, or is a view of; None for other tensors."""
+        return self.own.get(id(tensor)) or self.own.get(id(tensor._base))
 
     def updated_again(self) -> dict[str, str]:
         """Return name -> kind of the buffers and attributes that the forward changed, and then the backward, too."""
@@ -252,21 +267,27 @@ def _inputs_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any
 class Saved:
     """A tensor that autograd has saved: what the hooks around it hold in its place, and a reference to compare with."""
 
-    __slots__ = ("load", "module", "operation", "packed", "place", "shape", "tensor", "version")
+    __slots__ = ("load", "module", "operation", "packed", "place", "seen", "values")
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
         self.packed, self.load = hooks[0](tensor), hooks[1]
-        self.tensor: torch.Tensor | None = None
+        self.seen: Seen | None = None
         """The reference; None if the tensor is not compared, or was."""
 
-    def refer_to(self, tensor: torch.Tensor, place: int, module: str) -> None:
-        """Keep the tensor, number `place` of its forward, which `module` saves, to compare it."""
-        self.place, self.module = place, module
-        self.operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
-        if _is_of_a_parameter(tensor):
-            self.operation = "weight"
-        self.shape, self.version = tuple(tensor.shape), version_of(tensor)
-        self.tensor = tensor.detach()  # its graph would hold it: a reference cycle
+    def refer_to(self, tensor: torch.Tensor, operation: str, place: int, module: str, *, copied: bool) -> None:
+        """Keep the tensor, number `place` of its forward, which `module` saves, to compare it.
+
+        Args:
+            tensor: the tensor.
+            operation: what produced it: see `Difference.operation`.
+            place: its number among those that the forward saves.
+            module: the name of the module that saves it.
+            copied: whether to keep its values, because the recomputation overwrites the tensor.
+        """
+        self.operation, self.place, self.module = operation, place, module
+        self.seen = Seen(tensor.detach())  # its graph would hold it: a reference cycle
+        self.values = self.seen.tensor.clone() if copied else self.seen.tensor
+        """What to compare with."""
 
 
 def _is_of_a_parameter(tensor: torch.Tensor) -> bool:
@@ -301,13 +322,15 @@ class Check:
         self.block, self.module, self.function = block, module, function
         self.room_bytes, self.put_back, self.done, self.whole = room_bytes, put_back, done, whole
         self.compared = 0
-        """Number of tensors that were compared."""
+        """Number of tensors that were compared, without those that are the same memory on both sides."""
         self.left_out = 0
         """Number of saved tensors that could not be compared: there was no room, or they were changed in place."""
         self.saved = 0
         """Number of tensors that the forward saved."""
         self.differences: list[Difference] = []
         """The differences, in the order in which the forward saved the tensors once the check has ended."""
+        self.updated: dict[str, str] = {}
+        """What the forward and the recomputation updated: name -> `buffer` or `attribute`, once the check has ended."""
         self.is_reentrant = False
         """Whether the block ran without gradients, as under reentrant checkpointing."""
         self.ends = False
@@ -351,19 +374,28 @@ class Check:
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Saved-tensor hook: pass a tensor to the outer hooks, and keep a reference to it."""
         assert self.outer is not None
+        assert self.facts is not None
         saved = Saved(tensor, self.outer)
         self.saved += 1
-        if _is_plain(tensor) and (self.whole if _is_of_a_parameter(tensor) else self.has_room_for(tensor)):
+        own = self.facts.own_tensor(tensor)
+        is_written = own is not None and own.is_overwritten  # the recomputation will write to it again
+        operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
+        if own is not None:
+            operation = "buffer"
+        if _is_of_a_parameter(tensor) and not is_written:
+            operation = "weight"
+        can_be_compared = _is_plain(tensor) and (self.whole or not _is_of_a_parameter(tensor))
+        if can_be_compared and (operation == "weight" or self.has_room_for(tensor, copied=is_written)):
             running = (self._names[id(inner)] for inner in compat.frames.running_modules() if id(inner) in self._names)
-            saved.refer_to(tensor, self.saved, next(running, ""))
+            saved.refer_to(tensor, operation, self.saved, next(running, ""), copied=is_written)
         else:
             self.left_out += 1
         return saved
 
-    def has_room_for(self, tensor: torch.Tensor) -> bool:
-        """Whether there is room to keep a tensor; if so, reserve it."""
+    def has_room_for(self, tensor: torch.Tensor, *, copied: bool = False) -> bool:
+        """Whether there is room to keep a tensor, or a copy of it; if so, reserve it."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
+        if copied or storage._cdata not in self._storages:
             if storage.nbytes() > self.room_bytes:
                 return False
             self.room_bytes -= storage.nbytes()
@@ -377,23 +409,31 @@ class Check:
         if self.facts is None or self.facts.running or not self.end_later():
             return saved.load(saved.packed)
         tensor = saved.load(saved.packed)
-        if saved.tensor is not None and not compat.torch.is_unused_random_state(tensor):
+        if saved.seen is not None and not compat.torch.is_unused_random_state(tensor):
             with torch.no_grad(), compat.torch.unseen_by_modes():
-                self._compare(saved, tensor)
-        saved.tensor = None
+                self._compare(saved, saved.seen, tensor)
+        saved.seen = None
         return tensor
 
-    def _compare(self, saved: Saved, tensor: torch.Tensor) -> None:
-        assert saved.tensor is not None
-        has_changed = version_of(saved.tensor) != saved.version
+    def _compare(self, saved: Saved, seen: Seen, tensor: torch.Tensor) -> None:
+        """Compare a tensor that backward is given with the one that was saved."""
+        is_copied = saved.values is not seen.tensor
+        has_changed = seen.is_overwritten and not is_copied
         if has_changed and saved.operation != "weight":
             self.left_out += 1  # without checkpointing, torch raises an error in this backward
             return
+        if _is_same_memory(saved.values, tensor) and not has_changed:
+            return
+        what = "it was changed in place before the backward" if has_changed else difference_of(saved.values, tensor)
+        if what is not None and saved.operation == "buffer" and not is_copied:
+            # A kernel has written to the buffer without counting that as a change, as batch norm does. It makes no use
+            # of the buffer in backward, where it would find the values of the last forward without checkpointing.
+            self.left_out += 1
+            return
         self.compared += 1
-        what = "it was changed in place before the backward" if has_changed else difference_of(saved.tensor, tensor)
         if what is not None:
             operation = "parameter" if has_changed else saved.operation
-            self._note(saved.place, operation, saved.shape, what, saved.module)
+            self._note(saved.place, operation, tuple(seen.tensor.shape), what, saved.module)
 
     def compare_outputs(self, first: list[torch.Tensor], again: list[torch.Tensor]) -> None:
         """Compare the outputs of the forward with those of the recomputation."""
@@ -422,8 +462,7 @@ class Check:
         self.ends = True
         facts, self.facts = self.facts, None
         assert facts is not None
-        for name, kind in facts.updated_again().items():
-            self._note(self.saved + 1, kind, (), f"`{name}` was updated once more by the recomputation")
+        self.updated = facts.updated_again()
         if self.differences:
             facts["rebuilds"] = not getattr(self.function, "runs_block_again", True)
             facts["replaced"] = self.whole and facts.get("replaced")

@@ -72,19 +72,20 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
     return DeviceMemory(total, available + held_bytes)
 
 
-def spare_bytes(devices: Iterable[torch.device]) -> int:
+def spare_bytes(devices: Iterable[torch.device]) -> int | None:
     """Return how many bytes beyond its highest peak a model on these devices may use for something optional.
 
-    On accelerators that is all that the peak leaves, or 0 if torch does not report it. On a CPU it is half of the
-    memory that is available now.
+    On accelerators that is all that the peak leaves on the fullest one, or None if torch does not report it. On a CPU
+    it is half of the memory that is available now.
     """
     there = compat.devices.accelerators(devices)
     if all(compat.devices.shares_host_memory(device.type) for device in there):
         return device_memory(0, there).available_bytes // 2
-    memory = _memory_of(there, 0)
-    if memory is None or not all(map(keeps_statistics, there)):
-        return 0
-    return memory.available_bytes - sum(allocator_of(device).highest_bytes for device in there)
+    memories = [_memory_of([device], 0) for device in there]
+    if None in memories or not all(map(keeps_statistics, there)):
+        return None
+    highest = [allocator_of(device).highest_bytes for device in there]
+    return min(memory.available_bytes - peak for memory, peak in zip(memories, highest, strict=True) if memory)
 
 
 def _memory_of(devices: Collection[torch.device], held_bytes: int) -> DeviceMemory | None:

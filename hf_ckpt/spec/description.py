@@ -17,11 +17,13 @@ class Watched:
     checks: int
     """Number of checks, each of one block in one step."""
     compared: int
-    """Tensors that were compared bit for bit."""
+    """Tensors that were compared bit for bit, without those that are the same memory on both sides."""
     left_out: int
     """Tensors that were not compared, because there was no room, or because they cannot be compared."""
     differences: tuple[str, ...]
     """The first difference of each check that found one, in words."""
+    updated: tuple[str, ...]
+    """What recomputations updated once more while backward got what the forward saved, in words."""
     not_checked: dict[str, str]
     """What is never checked -> why."""
 
@@ -29,7 +31,9 @@ class Watched:
         if not self.checks:
             return "no checks so far"
         left = f", {self.left_out:,} left out" if self.left_out else ""
-        found = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
+        found = "all equal" if self.compared else "backward got the saved tensors themselves"
+        if self.differences:
+            found = f"{len(self.differences)} checks found differences"
         return f"{self.checks} checks, {self.compared:,} tensors compared{left}: {found}"
 
 
@@ -94,7 +98,7 @@ class Description:
             f"  {len(self.frozen)} blocks below the first trainable parameter save nothing": self.frozen,
             f"  so far: {calls} forwards of planned blocks; {recomputed} recomputations {units}": calls,
             f"  watched: {watched}": watched,
-            **{f"    {difference}": True for difference in (watched.differences if watched else ())},
+            **{f"    {text}": True for text in ((*watched.differences, *watched.updated) if watched else ())},
             **{
                 f"    not checked: {what} ({why})": True
                 for what, why in (watched.not_checked if watched else {}).items()

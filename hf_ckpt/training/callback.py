@@ -244,8 +244,8 @@ class MemoryTimeCallback(TrainerCallback):
         trainer = compat.transformers.running(Trainer) if control.should_evaluate else None
         rows = 0 if trainer is None else compat.transformers.gathered_rows(trainer)
         size = rows * self._counts.row_bytes
-        room = spare_bytes(compat.distributed.devices_of_model(model)) if size else 0
-        if room and size > room:  # 0: torch does not tell how much there is
+        room = spare_bytes(compat.distributed.devices_of_model(model)) if size else None
+        if room is not None and size > room:
             warn_once(
                 log,
                 "hf_ckpt: evaluation gathers the logits of %d rows, %s or more, and %s are left. Give the Trainer "

@@ -17,7 +17,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import put_check
 from hf_ckpt.attach.record import FUNCTION, Installation, is_on
-from hf_ckpt.engines.check import Check, Difference
+from hf_ckpt.engines.check import CAUSES, Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.models.blocks import find_blocks
@@ -42,6 +42,8 @@ class Watch:
         self.check_every, self.on_mismatch = check_every, on_mismatch
         self.differences: list[Difference] = []
         """The first difference of each check that found one."""
+        self.updated: dict[str, str] = {}
+        """What recomputations updated once more: qualified name -> that, in words."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
         self._due = False
@@ -53,7 +55,7 @@ class Watch:
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
         self._logged: set[tuple[type, Action | None]] = set()
-        """(class of a block, its action) for each difference that was logged."""
+        """(class of a block, its action) for each difference or update that was logged."""
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
@@ -74,14 +76,22 @@ class Watch:
         if not self._due or compat.devices.is_capturing():  # a check waits for the device, which a graph does not allow
             return
         blocks = self._blocks(base, record, running or base)
-        room = _room_bytes(base, record, self._forwards == 1)
+        devices = compat.distributed.devices_of_model(base)
+        room = _room_in_plan(record)
+        has_own_memory = not all(compat.devices.shares_host_memory(device.type) for device in devices)
+        if room is None and self._forwards == 1 and has_own_memory:
+            return  # the first step shows what is left
         if room is None:
-            return
+            room = spare_bytes(devices)
         self._due = False
         if not blocks:
             return
+        if room is None:
+            why = f"torch does not report how much memory the model leaves on {compat.devices.device_name(devices)}"
+            self._say_once("blocks", why, logging.WARNING)
+            return
         if room <= 0:
-            self._say_once("blocks", "the plan leaves no room for a check, or torch does not tell how much there is")
+            self._say_once("blocks", "the plan leaves no room")
             return
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
@@ -114,22 +124,30 @@ class Watch:
             self._say_once("blocks that something else compiles", "to check one, torch would compile it once more")
         return [(name, module) for name, module in blocks if module not in compiled]
 
-    def _say_once(self, what: str, why: str) -> None:
+    def _say_once(self, what: str, why: str, level: int = logging.INFO) -> None:
         if what not in self._not_checked:
             self._not_checked[what] = why
-            log.info("hf_ckpt: %s are not checked: %s.", what, why)
+            log.log(level, "hf_ckpt: %s are not checked: %s.", what, why)
 
     def _has_ended(self, check: Check, kind: tuple[type, Action | None]) -> None:
         """Count a check that has ended, and warn of a difference, once for each `kind` (class of blocks and action).
 
-        Raises `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
+        What the recomputation only updated once more is no difference: backward got what the forward saved. Raises
+        `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
         """
         if not (check.saved or check.compared or check.differences):  # a frozen block, which saves nothing
             return
         self._checks += 1
         self._compared += check.compared
         self._left_out += check.left_out
+        for name, what in check.updated.items():
+            place = f"{check.block}.{name}"
+            self.updated[place] = f"`{place}` was updated once more by the recomputation. {CAUSES[what]}"
         if not check.differences:
+            if check.updated and kind not in self._logged:
+                self._logged.add(kind)
+                text = next(reversed(self.updated.values()))
+                log.warning("hf_ckpt: backward was given what the forward saved, but %s", text)
             return
         first = check.differences[0]
         self.differences.append(first)
@@ -154,18 +172,15 @@ class Watch:
     def report(self) -> Watched:
         """Return the results so far."""
         differences = tuple(map(str, self.differences))
-        return Watched(self._checks, self._compared, self._left_out, differences, dict(self._not_checked))
+        updated = tuple(self.updated.values())
+        return Watched(self._checks, self._compared, self._left_out, differences, updated, dict(self._not_checked))
 
 
-def _room_bytes(base: nn.Module, record: Installation | None, first: bool) -> int | None:
-    """Return the bytes that a check may hold; None if unknown, before the first step on an accelerator."""
+def _room_in_plan(record: Installation | None) -> int | None:
+    """Return the bytes that the plan of a budget leaves to a check; None without a budget."""
     planned: Any = None if record is None else record.planned
-    if planned is not None:
-        prediction, limit = planned.plan.prediction, planned.limit_bytes
-        peak: int = max(planned.measured_bytes or 0, 0 if prediction is None else prediction.peak_bytes)
-        if peak:
-            return int(limit - peak)
-    devices = compat.distributed.devices_of_model(base)
-    if first and not all(compat.devices.shares_host_memory(device.type) for device in devices):
+    if planned is None:
         return None
-    return spare_bytes(devices)
+    prediction = planned.plan.prediction
+    peak: int = max(planned.measured_bytes or 0, 0 if prediction is None else prediction.peak_bytes)
+    return int(planned.limit_bytes - peak) if peak else None

@@ -76,7 +76,7 @@ def test_everything_is_asked_of_the_devices_of_the_model(cuda):
     assert memory.device_memory(0, ON_CPU).total_bytes > 10**8
     assert [devices.device_name(there) for there in (None, {SECOND}, ON_CPU)] == ["Card 0", "Card 1", "cpu"]
     assert this_device(ON_CPU).name == "cpu"
-    assert memory.spare_bytes({SECOND}) == 6000 - 1700
+    assert memory.spare_bytes({SECOND}) == memory.spare_bytes({FIRST, SECOND}) == 6000 - 1700
     assert memory.spare_bytes(ON_CPU) > 10**6
     model = torch.nn.Linear(10, 10)
     counted = levels.meter_for(ON_CPU, model)
@@ -102,7 +102,7 @@ def test_an_allocator_without_statistics_ends_nothing(missing, held, cuda, caplo
     """Where it does not tell what it holds, the one byte that is known to be held counts."""
     cuda.missing, both = missing, {FIRST, SECOND}
     assert memory.device_memory(1, both) == memory.DeviceMemory(18000, 10000 + held)
-    assert memory.spare_bytes(both) == 0
+    assert memory.spare_bytes(both) is None
     for _ in range(2):
         assert memory.PeakMeter(both).peak_bytes() is None
         assert type(levels.meter_for(both)) is LiveBytes
@@ -114,7 +114,7 @@ def test_a_device_that_does_not_tell_its_memory_has_that_of_the_machine(cuda, ca
     cuda.missing, both = "mem_get_info", {FIRST, SECOND}
     for _ in range(2):
         assert memory.device_memory(1, both).total_bytes > 10**8
-        assert memory.spare_bytes(both) == 0  # not those of the host
+        assert memory.spare_bytes(both) is None  # not those of the host
     assert memory.PeakMeter(both).peak_bytes() == 707
     (said,) = [record.getMessage() for record in caplog.records]
     assert "does not tell the memory" in said

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -58,7 +59,7 @@ class Exhibit:
     """A context in which the forward runs; called with None for the run without checkpointing."""
     blocks: tuple[int, ...] = (1,)
     wrong: str = "gradients"
-    """What is wrong: `gradients`, or only `buffers`, or only `attributes`."""
+    """What is wrong: `gradients`, `gradients and buffers`, or only `buffers` or `attributes`."""
     reports: str = ""
     """Public reports, each as repository and number."""
 
@@ -115,7 +116,7 @@ def rounding(dtype):
     """A checkpointing function that recomputes nothing and stores activations in another dtype."""
 
     def store(tensor):
-        return tensor.to(dtype) if tensor.grad_fn is not None and tensor.shape == (2, 8, 16) else tensor
+        return tensor.to(dtype, copy=True) if tensor.grad_fn is not None and tensor.shape == (2, 8, 16) else tensor
 
     def function(run, *args):
         with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor.float()):
@@ -153,6 +154,27 @@ def breaks_ties_by_rounding(faulty):
         return torch.where(chosen == 0, functional.silu(block.one(hidden)), block.two(hidden).square())
 
     return custom_model(sends_to_experts, 1)
+
+
+def ends_with_rrelu(block, hidden, shift):
+    return functional.rrelu(work(block, hidden, shift), training=True)
+
+
+def begins_with_rrelu(block, hidden, shift):
+    return work(block, functional.rrelu(hidden, training=True), shift)
+
+
+def decays(faulty):
+    """The block overwrites a buffer, and multiplies its input by that."""
+
+    def multiplies(block, hidden, shift):
+        if faulty or torch._C._current_graph_task_id() < 0:
+            block.decay.mul_(0.9)
+        return work(block, hidden, shift) * block.decay
+
+    model = custom_model(multiplies, 1)
+    model.layers[1].register_buffer("decay", torch.tensor([2.0]))
+    return model
 
 
 def changes_its_shift(block, hidden, shift):
@@ -217,6 +239,13 @@ def bf16(faulty=True):
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+@contextlib.contextmanager
+def patched(faulty=True):
+    """Replace a function that the blocks call."""
+    with mock.patch.object(functional, "silu", functional.relu):
+        yield
+
+
 # --- models of transformers ----------------------------------------------------------------------------------------
 
 
@@ -240,6 +269,7 @@ def loss_of_llama(model, number):
 EVERY = (0, 1, 2)
 FROM_OTHER_INPUTS = "recomputed from other inputs than it had: `shift`"
 FROM_THE_HOST = "draws from Python's `random` or numpy"
+FOUND_BY_THE_FORWARD_ONLY = "a patched function or state of the process. `selective` runs no block twice."
 EXHIBITS = {
     "random numbers drawn again": Exhibit(
         "Random numbers are drawn anew: set preserve_rng_state to True",
@@ -297,6 +327,9 @@ EXHIBITS = {
         wrong="buffers",
         reports="pytorch#96136, fairscale#1035",
     ),
+    "buffers updated twice: one that the gradients depend on": Exhibit(
+        "The block updates it in every run", decays, wrong="gradients and buffers"
+    ),
     "Python counters moved twice": Exhibit("`full` runs it twice", counts_its_calls, wrong="attributes"),
     "numbers drawn from Python, numpy or an own generator: Python": Exhibit(
         FROM_THE_HOST, in_one_block(draws(random.random), draws_from_torch)
@@ -309,6 +342,17 @@ EXHIBITS = {
     ),
     "kernels that do not repeat themselves": Exhibit(
         "a nondeterministic kernel", breaks_ties_by_rounding, reports="Liger-Kernel#1255, torchtitan#3146"
+    ),
+    "memory that is not written yet (RReLU at a block's end)": Exhibit(
+        "(RReLU as the last operation of a block",
+        in_one_block(ends_with_rrelu, begins_with_rrelu),
+        reports="pytorch#193671",
+    ),
+    "functions patched, or process state changed, for the forward": Exhibit(
+        FOUND_BY_THE_FORWARD_ONLY,
+        checkpoint=with_function(own_checkpoint(), own_checkpoint(patched())),
+        around=patched,
+        blocks=EVERY,
     ),
     "another autocast": Exhibit(
         "under another autocast",
@@ -365,6 +409,11 @@ def places(watch):
     return [int(found.block.rpartition(".")[2]) for found in watch.differences]
 
 
+def updated(watch):
+    """Place of each block in which something was updated once more -> that, in words."""
+    return {int(name.split(".")[1]): text for name, text in watch.updated.items()}
+
+
 def shown(mark):
     """Cells of the page's table between two marks."""
     page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text(encoding="utf-8")
@@ -388,13 +437,16 @@ def test_the_watch_finds_the_fault_and_nothing_without_it(name):
     got, watch = run(exhibit, faulty=True, checkpointed=True)
     (loss, plain, plain_buffers), (their_loss, theirs, buffers) = expected[0], got[0]
     assert torch.equal(loss, their_loss)
-    assert same(plain, theirs) == (exhibit.wrong != "gradients")
-    assert same(plain_buffers, buffers) == (exhibit.wrong != "buffers")
+    assert same(plain, theirs) == ("gradients" not in exhibit.wrong)
+    assert same(plain_buffers, buffers) == ("buffers" not in exhibit.wrong)
     assert watch.report().checks == len(got)
-    assert places(watch) == [*exhibit.blocks]
-    assert all(exhibit.cause in found.cause for found in watch.differences)
-    if exhibit.wrong == "attributes":
-        assert "`calls` was updated once more" in watch.differences[0].what
+    if "gradients" in exhibit.wrong:
+        assert places(watch) == [*exhibit.blocks]
+        assert all(exhibit.cause in found.cause for found in watch.differences)
+    else:  # an update that the gradients do not depend on is no difference
+        assert not watch.differences
+        assert [*updated(watch)] == [*exhibit.blocks]
+        assert all("once more" in text and exhibit.cause in text for text in updated(watch).values())
 
     expected, _ = run(exhibit, faulty=False, checkpointed=False)
     got, watch = run(exhibit, faulty=False, checkpointed=True)
@@ -404,6 +456,7 @@ def test_the_watch_finds_the_fault_and_nothing_without_it(name):
     assert watch.report().checks == len(got)
     assert watch.report().compared > 0
     assert not watch.differences
+    assert not watch.updated
 
 
 class _Attention(torch.autograd.Function):

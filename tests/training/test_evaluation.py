@@ -23,7 +23,7 @@ EVALUATING = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 2, "max_
         (4 * ROW_BYTES - 1, {}, True),
         (4 * ROW_BYTES, {}, False),
         (4 * ROW_BYTES - 1, {"batch_eval_metrics": True, "per_device_eval_batch_size": 2}, False),
-        (0, {}, False),  # torch does not tell
+        (None, {}, False),  # torch does not tell
         (1, {"compute_metrics": None}, False),
         (1, {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}, False),
     ],
