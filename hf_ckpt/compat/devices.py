@@ -79,7 +79,8 @@ class AllocatorBytes(NamedTuple):
 def allocator_bytes(device: torch.device) -> AllocatorBytes:
     """Read the statistics of a device's allocator, without waiting for the device.
 
-    Raises RuntimeError if it keeps none, such as that of `mps` or a `CUDAPluggableAllocator`.
+    Raises RuntimeError if it keeps none, such as that of `mps` or a `CUDAPluggableAllocator`, or does not count what is
+    in use, although it has the key for it (as torch's reference backend, which counts what was allocated).
     """
     module = _module_with("memory_stats", device)
     nested = getattr(module, "memory_stats_as_nested_dict", None)  # faster
@@ -87,6 +88,8 @@ def allocator_bytes(device: torch.device) -> AllocatorBytes:
     if not stats:  # nothing has been allocated yet
         return AllocatorBytes()
     active, reserved = _statistic(stats, "active_bytes"), _statistic(stats, "reserved_bytes")
+    if not any(active) and any(_statistic(stats, "allocated_bytes")):
+        raise RuntimeError("the allocator counts allocated bytes, but no active ones")
     return AllocatorBytes(*active, *reserved)
 
 

@@ -53,6 +53,9 @@ class TrainingClock:
 class Meter:
     """Reads memory and time at the boundaries of a step. This one reads nothing."""
 
+    counts = "nothing"
+    """Whose bytes it reads, in words."""
+
     def read(self) -> tuple[int, int]:
         """Return (bytes alive, most bytes alive since the last call)."""
         return 0, 0

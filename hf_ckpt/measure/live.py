@@ -49,6 +49,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
     """
 
     supports_higher_order_operators = True
+    counts = "this model's tensors, without other models"
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -32,27 +32,27 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of the devices that a model trains on, in bytes.
+    """The memory of the device that a model trains on, in bytes.
 
     On a CPU, and for `mps`, it is the memory of the machine, or the limit of the process's container. The same applies,
     with a warning, to other accelerators whose memory torch does not report.
     """
 
     total_bytes: int
-    """All memory of the devices."""
+    """All memory of the device."""
     available_bytes: int
     """The most that this process can hold in tensors, including those that it holds now."""
 
 
 def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None) -> DeviceMemory:
-    """Read the memory of the devices that a model is on; that of several accelerators is added up.
+    """Read the memory of the device that a model is on; of several accelerators, that of the first.
 
     Args:
         held_bytes: bytes of tensors that are known to be in memory.
         devices: the devices of the model; None asks for the machine's accelerator.
     """
     there = compat.devices.accelerators(devices)
-    found = _memory_of(there, held_bytes)
+    found = _memory_of(there[0], held_bytes) if there else None
     if found is not None:
         return found
     if there and not compat.devices.shares_host_memory(there[0].type):
@@ -81,26 +81,26 @@ def spare_bytes(devices: Iterable[torch.device]) -> int | None:
     there = compat.devices.accelerators(devices)
     if all(compat.devices.shares_host_memory(device.type) for device in there):
         return device_memory(0, there).available_bytes // 2
-    memories = [_memory_of([device], 0) for device in there]
-    if None in memories or not all(map(keeps_statistics, there)):
-        return None
-    highest = [allocator_of(device).highest_bytes for device in there]
-    return min(memory.available_bytes - peak for memory, peak in zip(memories, highest, strict=True) if memory)
+    left: list[int] = []
+    for device in there:
+        memory = _memory_of(device, 0)
+        if memory is None or not keeps_statistics(device):
+            return None
+        left.append(memory.available_bytes - allocator_of(device).highest_bytes)
+    return min(left)
 
 
-def _memory_of(devices: Collection[torch.device], held_bytes: int) -> DeviceMemory | None:
-    """Return the memory of accelerators; None without one, if it is the machine's memory, or if it is not reported."""
-    if not devices or any(compat.devices.shares_host_memory(device.type) for device in devices):
+def _memory_of(device: torch.device, held_bytes: int) -> DeviceMemory | None:
+    """Return the memory of an accelerator; None if it is the machine's memory, or if it is not reported."""
+    if compat.devices.shares_host_memory(device.type):
         return None
     try:
-        told = [compat.devices.memory_info(device) for device in devices]
+        free, total = compat.devices.memory_info(device)
     except RuntimeError:  # torch has the function, but not for this device
         return None
-    try:
-        held = sum(compat.devices.allocator_bytes(device).reserved for device in devices)
-    except RuntimeError:  # an allocator without statistics
-        held = held_bytes
-    return DeviceMemory(sum(total for _, total in told), sum(free for free, _ in told) + held)
+    with contextlib.suppress(RuntimeError):  # an allocator without statistics
+        held_bytes = compat.devices.allocator_bytes(device).reserved
+    return DeviceMemory(total, free + held_bytes)
 
 
 def _container_memory() -> tuple[int, int] | None:
@@ -187,6 +187,8 @@ class PeakMeter(DeviceClock):
     Args:
         devices: the devices of a model.
     """
+
+    counts = "all tensors of the process on the device"
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         super().__init__(devices)

@@ -62,6 +62,8 @@ class Description:
     """Under `budget` and `auto`, why `plan` is not the plan of the run yet; None if it is."""
     measured_bytes: int | None = None
     """Under `budget` and `auto`, the measured peak of the plan's first step; None if it was not measured."""
+    counted: str = ""
+    """Whose bytes that peak counts, in words. On a CPU a reference model or an EMA copy is not among them."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     watched: Watched | None = None
@@ -79,6 +81,7 @@ class Description:
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call model.gradient_checkpointing_enable())"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
+        measured = format_bytes(self.measured_bytes)
         stacks = self.plan.prediction.stacks if self.plan.prediction else ()
         kept = [f"{stack} {format_bytes(size)}" for stack, size in stacks]
         calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
@@ -89,7 +92,7 @@ class Description:
             f"  not the plan of the run yet: {self.measuring}": self.measuring,
             f"  predicted: {self.plan.prediction}": self.plan.prediction,
             f"    of that, kept by blocks: {', '.join(kept)}": len(kept) > 1,
-            f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan": self.measured_bytes,
+            f"  measured: peak {measured} in the first step of this plan ({self.counted})": self.measured_bytes,
             f"  plans for batches of {len(self.plans)} sizes:": len(self.plans) > 1,
             **{
                 f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}": len(self.plans) > 1

@@ -77,7 +77,7 @@ class Watch:
             return
         blocks = self._blocks(base, record, running or base)
         devices = compat.distributed.devices_of_model(base)
-        room = _room_in_plan(record)
+        room = _room_bytes(record)
         has_own_memory = not all(compat.devices.shares_host_memory(device.type) for device in devices)
         if room is None and self._forwards == 1 and has_own_memory:
             return  # the first step shows what is left
@@ -176,7 +176,7 @@ class Watch:
         return Watched(self._checks, self._compared, self._left_out, differences, updated, dict(self._not_checked))
 
 
-def _room_in_plan(record: Installation | None) -> int | None:
+def _room_bytes(record: Installation | None) -> int | None:
     """Return the bytes that the plan of a budget leaves to a check; None without a budget."""
     planned: Any = None if record is None else record.planned
     if planned is None:

@@ -17,6 +17,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines import offload
 from hf_ckpt.engines.rebuild import ops
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure import memory
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training.guard import OomGuard
@@ -100,6 +101,7 @@ def test_a_budget_is_one_of_the_model_s_own_device(family, where, setting):
     assert planned.plan.prediction.step_seconds > 0
     assert actions(model) not in ({"keep"}, {"full"})
     assert planned.measured_bytes > least // 2
+    assert ("all tensors of the process" in str(hf_ckpt.describe(model))) == (where != CPU)
     assert peak_of(model, batch) <= budget
     assert_same(expected, step(model, batch))
 
@@ -164,6 +166,17 @@ def test_the_callback_reads_the_model_s_own_device(where, tmp_path, monkeypatch)
     assert elsewhere.sum() == 0
 
 
+@pytest.mark.parametrize("spec", ["auto", {"policy": "budget", "budget": 0.8}], ids=str)
+def test_a_share_of_several_cards_is_refused_by_name(spec):
+    """Their memory together says nothing about the fuller one."""
+    device.needs(SECOND)
+    model, batch = model_and_batch()
+    model.model.layers[3:].to(SECOND)
+    installed(model, spec)
+    with pytest.raises(HfCkptError, match=f"a share of one card, but the model is on {FIRST} and {SECOND}. Give a bud"):
+        train(model, batch)
+
+
 # --- devices that lack something --------------------------------------------------------------------------------------
 
 
@@ -185,6 +198,24 @@ def test_an_allocator_without_statistics_ends_no_run(spec, caplog):
         why = f"torch does not report how much memory the model leaves on {device.NAME}"
         assert hf_ckpt.describe(model).watched.not_checked == {"blocks": why}
     assert caplog.text.count("blocks are not checked") == (not planned)
+
+
+def test_an_allocator_that_counts_no_active_bytes_has_no_statistics(monkeypatch):
+    """As torch's reference backend, which has the key. A budget counts live tensors there."""
+    budget, _ = budget_for(FIRST)
+    statistics = torch.accelerator.memory_stats
+    monkeypatch.setattr(
+        torch.accelerator,
+        "memory_stats",
+        lambda *device: {key: 0 if "active" in key else value for key, value in statistics(*device).items()},
+    )
+    model, batch = model_and_batch(dropout=0.1)
+    installed(model, {"policy": "budget", "budget": budget})
+    train(model, batch, PLANNED)
+    monkeypatch.undo()
+    assert actions(model) not in ({"keep"}, {"full"})
+    assert "without other models" in str(hf_ckpt.describe(model))
+    assert peak_of(model, batch) <= budget
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
