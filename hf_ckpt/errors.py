@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MOST_PROBLEMS = 20  # that a message lists
+_MOST_CHARACTERS = 4000  # of each of them
 
 
 def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
@@ -52,10 +53,11 @@ class SpecError(HfCkptError, ValueError):
     def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
         self.problems = tuple(problems)
         self.source = source
-        where = f" in {source}" if source else ""
+        where = f" in {shown(source, quoted=False)}" if source else ""
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the activation checkpointing spec{where}:"
-        lines = [f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS]]
+        listed = self.problems[:_MOST_PROBLEMS]
+        lines = [f"  - {shown(problem, _MOST_CHARACTERS, quoted=False)}" for problem in listed]
         more = [f"  ... and {count - _MOST_PROBLEMS} more"] if count > _MOST_PROBLEMS else []
         super().__init__("\n".join([head, *lines, *more]))
 

@@ -41,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
         raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {shown(text)} instead.")
-    match = _SIZE.fullmatch(str(text))
+    match = _SIZE.fullmatch(shown(text, quoted=False))  # `str` raises for an int of more than 4300 digits
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _UNITS:
         raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {shown(text)} instead.")
@@ -49,8 +49,8 @@ def parse_bytes(text: str | int) -> int:
     if size <= 0:
         raise UnitError(f"a size must be positive, but is {shown(text)} instead.")
     if not match.group(2) and size < _LEAST_BYTES:
-        meant = f"{match.group(1)}{'GiB' if size < 1024 else 'MiB'}"
-        raise UnitError(f"a size needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
+        meant = f"{match.group(1)}{'GiB' if size < 1024 else 'MiB' if size < 100 * 1024 else 'B'}"
+        raise UnitError(f"a size below 1 MiB needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
     return size
 
 
@@ -67,6 +67,8 @@ def parse_budget(value: float | str) -> int | float:
 
     A share is `"80%"`, or 0.8 as a number or text. Raises `UnitError` if the value is neither a size nor a share.
     """
+    if isinstance(value, float) and value.is_integer() and value >= _LEAST_BYTES:  # such as 2e10
+        value = int(value)
     share = _SHARE.fullmatch(value) if isinstance(value, str) else None
     if share is None and not isinstance(value, float):
         return parse_bytes(value)

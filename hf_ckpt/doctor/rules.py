@@ -83,7 +83,7 @@ def _deepspeed_block(training: Training) -> Texts:
     launched = (training.launch.get("deepspeed_config") or {}).get("deepspeed_config_file")
     config = training.values.get("deepspeed") or launched
     with contextlib.suppress(ValueError):  # a path that is another one where the training starts
-        config = read_values(config) if isinstance(config, str) else config
+        config = read_values(config, unique=False) if isinstance(config, str) else config
     if isinstance(config, dict) and "activation_checkpointing" in config:
         what = "DeepSpeed's own activation_checkpointing does nothing for Hugging Face models: none of them calls it."
         yield "deepspeed", what, f"Remove it, and set {training.flag}."

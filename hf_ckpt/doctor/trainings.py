@@ -91,7 +91,7 @@ def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None =
 
 def _read_file(path: str) -> dict[str, Any]:
     """Return the parts of a `Training` that are in a file. Raises `ValueError` or `TypeError` if it is none."""
-    written = read_values(path)
+    written = read_values(path, unique=False)  # each program takes the last of two
     if not isinstance(written, dict):
         raise ValueError(f"it must hold a mapping of keys, but holds {shown(written, 60)} instead")
     if OF_ACCELERATE & written.keys():

@@ -11,7 +11,7 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 
-from hf_ckpt.errors import PlanMismatchError, SpecError
+from hf_ckpt.errors import PlanMismatchError, SpecError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
 from hf_ckpt.spec.reading import SAVING, parse_layers
@@ -55,7 +55,9 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
             chosen += _select(text, stack, stacks, "`layers`", problems)
     actions |= dict.fromkeys(chosen, _action(spec, spec.policy, spec.save, spec.share))
     for number, rule in enumerate(spec.rules):
-        chosen = _select(rule.layers or "0-", rule.stack, stacks, f"`rules`[{number}]", problems)
+        # A rule of a whole stack may come from a policy for each stack, where nobody counted rules.
+        where = "`policy` or `rules`" if rule.layers is None else f"`rules`[{number}]"
+        chosen = _select(rule.layers or "0-", rule.stack, stacks, where, problems)
         actions |= dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share))
     if problems:
         raise SpecError(problems)
@@ -80,8 +82,8 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     if theirs != ours:
         differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
         raise PlanMismatchError(
-            f"{source} is for another model: it was made for {plan.model} with {len(theirs)} blocks, this is {model} "
-            f"with {len(ours)}; first difference at {min(differing)!r}."
+            f"{source} is for another model: it was made for {shown(plan.model, quoted=False)} with {len(theirs)} "
+            f"blocks, this is {model} with {len(ours)}; first difference at {shown(min(differing))}."
         )
     planned = {block.name: action for block, action in plan.actions}
     actions = tuple((block, planned[block.name]) for block in blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import json
 import os
@@ -9,36 +10,64 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import FileError, reason_of
+from hf_ckpt.errors import FileError, reason_of, shown
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
-def read_values(path: str | Path) -> Any:
-    """Return the value in a JSON or YAML file. Raises `ValueError` with the reason if it cannot be read."""
+def read_values(path: str | Path, *, unique: bool = True) -> Any:
+    """Return the value in a JSON or YAML file. Raises `ValueError` with the reason if it cannot be read.
+
+    `unique` is that of `parse_values`.
+    """
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
-    return parse_values(content, only_json=Path(path).suffix.lower() == ".json")
+    return parse_values(content, only_json=Path(path).suffix.lower() == ".json", unique=unique)
 
 
-def parse_values(content: bytes | str, *, only_json: bool = False) -> Any:
-    """Return the value of a JSON or YAML text, in UTF-8. Raises `ValueError` if it is neither, or not the one asked."""
+def parse_values(content: bytes | str, *, only_json: bool = False, unique: bool = True) -> Any:
+    """Return the value of a JSON or YAML text, in UTF-8. Raises `ValueError` if it is neither, or not the one asked.
+
+    A mapping that has a key twice is refused, too, unless `unique` is False: of the two values, one would do nothing.
+    """
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        try:
-            return json.loads(text)  # first, because PyYAML takes a hundred times as long
+        try:  # first, because PyYAML takes a hundred times as long
+            return json.loads(text, object_pairs_hook=_without_repeats if unique else None)
         except ValueError:
             if only_json:
                 raise
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if unique:
+            _refuse_repeats(yaml.compose(text, Loader=loader), set())
+        return yaml.load(text, Loader=loader)
     # PyYAML raises other errors for values that do not fit their tags: an impossible date, or `!!bool maybe`.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else reason_of(error)
         raise ValueError(f"not valid {'JSON' if only_json else 'YAML'}: {reason}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object. Raises `ValueError` if a key is there twice."""
+    for key, times in collections.Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f"`{shown(key, quoted=False)}` is given twice")
+    return dict(pairs)
+
+
+def _refuse_repeats(node: Any, seen: set[int]) -> None:
+    """Raise `ValueError` if a mapping in a graph of YAML nodes has a key twice. `seen`: ids of nodes that were seen."""
+    if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+        return
+    seen.add(id(node))  # of an anchor, which may contain itself
+    pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in node.value]
+    _without_repeats([(key.value, None) for key, _ in pairs if key is not None and isinstance(key.value, str)])
+    for _, value in pairs:
+        _refuse_repeats(value, seen)
 
 
 def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:

@@ -158,7 +158,8 @@ class Plan:
             head, problems = read_keys({key: data[key] for key in ("head",) if key in data}, READERS)
             if problems:
                 raise ValueError(" ".join(problems))
-            return cls(str(data["family"]), str(data["model"]), actions, prediction, **head)
+            family, model = _texts(data, "family", "model")
+            return cls(family, model, actions, prediction, **head)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
@@ -181,7 +182,7 @@ class Plan:
         try:
             loaded = read_values(path)
         except ValueError as error:
-            raise PlanMismatchError(f"cannot read a plan from {str(path)!r}: {error}") from error
+            raise PlanMismatchError(f"cannot read a plan from {shown(str(path))}: {error}") from error
         return cls.from_dict(loaded, source=str(path))
 
     def summary(self) -> str:
@@ -253,13 +254,19 @@ def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[
     seen: set[str] = set()
     for stack, rows in stacks.items():
         for index, row in enumerate(rows):
-            name, kind = row["block"], row["kind"]
-            if not (isinstance(name, str) and isinstance(kind, str)):
-                raise ValueError(f"`block` and `kind` must be texts, but are {shown(name)} and {shown(kind)} instead")
+            name, kind = _texts(row, "block", "kind")
             if name in seen:
                 raise ValueError(f"{shown(name, quoted=False)} is named twice")
             seen.add(name)
             yield Block(name=name, stack=str(stack), index=index, kind=kind), _read_action(row)
+
+
+def _texts(values: Mapping[str, Any], *keys: str) -> list[str]:
+    """Return the values of some keys. Raises `ValueError` if one is not a text, and `KeyError` if one is missing."""
+    for key in keys:
+        if not isinstance(values[key], str):
+            raise ValueError(f"`{key}` must be a text, but is {shown(values[key])} instead")
+    return [values[key] for key in keys]
 
 
 def _read_action(row: Mapping[str, Any]) -> Action:

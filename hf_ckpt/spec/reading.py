@@ -32,8 +32,10 @@ Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
 
 Reader = Callable[[Any], Any]
-_MOST_PROBLEMS = 10  # rules or keys with problems that an error lists
-_RANGE = re.compile(r"(-?\d+)(-(-?\d+)?)?")
+MOST_PROBLEMS = 10
+"""Rules or keys with problems that an error lists."""
+_MOST = 10**9  # of any number in a spec; Python does not even print an int of more than 4300 digits
+_RANGE = re.compile(r"(-?\d{1,9})(-(-?\d{1,9})?)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +102,18 @@ def read_keys(
             hint = f"did you mean {near}?" if near else f"known: {', '.join(readers)}."
             usual = f"is not a key of the spec; {hint}"
             problems.append(f"`{shown(key, 60, quoted=False)}` {(reasons or {}).get(key, usual)}")
-        if len(problems) > _MOST_PROBLEMS:
+        if len(problems) > MOST_PROBLEMS:
             break  # nobody reads more, and looking for similar names takes long
     return values, problems
+
+
+def _did_you_mean(value: object, allowed: Iterable[object]) -> str:
+    """Return the end of an error: the choice that a value may be a misspelling of; empty without one."""
+    choices = {str(choice): choice for choice in allowed}
+    for near in similar(value, choices, 1):
+        without_quotes = f"{json.dumps(choices[near])}, without quotes"
+        return f"; did you mean {repr(near) if isinstance(choices[near], str) else without_quotes}?"
+    return ""
 
 
 def one_of(*allowed: object) -> Reader:
@@ -112,10 +123,8 @@ def one_of(*allowed: object) -> Reader:
         for choice in allowed:
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
-        near = similar(value, allowed, 1)
         choices = ", ".join(json.dumps(choice) for choice in allowed)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"must be one of {choices}, but is {shown(value)} instead{hint}")
+        raise ValueError(f"must be one of {choices}, but is {shown(value)} instead{_did_you_mean(value, allowed)}")
 
     return read
 
@@ -125,10 +134,10 @@ def whole(least: int, *others: str) -> Reader:
     known = [f"a whole number of at least {least}", *map(repr, others)]
 
     def read(value: Any) -> int | str:
-        if (type(value) is int and value >= least) or (isinstance(value, str) and value in others):
+        if (type(value) is int and least <= value <= _MOST) or (isinstance(value, str) and value in others):
             return value
-        near = similar(value, others, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        too_large = type(value) is int and value > _MOST
+        hint = f"; the largest number is {_MOST:,}" if too_large else _did_you_mean(value, others)
         raise ValueError(f"must be {' or '.join(known)}, but is {shown(value)} instead{hint}")
 
     return read
@@ -157,7 +166,7 @@ def _read_layer_text(value: Any) -> str:
     """Read a choice of blocks in one stack: a number, a list of numbers, or a text like "0-15,-1"."""
     numbers = [value] if type(value) is int else value
     if isinstance(numbers, (list, tuple)) and numbers and all(type(index) is int for index in numbers):
-        value = ",".join(str(index) for index in numbers)
+        value = ",".join(map(shown, numbers))
     if not isinstance(value, str):
         raise ValueError(f"must be a list like '0-15,-1', but is {shown(value)} instead")
     parse_layers(value)
@@ -203,7 +212,7 @@ def _read_rules(value: Any) -> tuple[Rule, ...]:
             rules.append(_read_rule(given))
         except ValueError as error:
             problems.append(f"[{number}] {error}")
-        if len(problems) >= _MOST_PROBLEMS:
+        if len(problems) >= MOST_PROBLEMS:
             problems.append("what follows was not read")
             break
     if problems:

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -17,7 +19,7 @@ from typing import Any
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import parse_values, read_values
-from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, Layers, Rule, read_keys, similar
+from hf_ckpt.spec.reading import MOST_PROBLEMS, POLICIES, READERS, SAVING, Layers, Rule, one_of, read_keys, similar
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
@@ -196,9 +198,9 @@ def _from_text(given: str | Path) -> Spec:
 def _from_words(text: str) -> Spec:
     """Read words such as "policy=full layers=0-3"; each value is YAML. Raises `SpecError`."""
     words = [word.partition("=") for word in text.split()]
-    keys = [key for key, *_ in words]
+    counts = collections.Counter(key for key, *_ in words)
     problems = [f"words must look like key=value, but {shown(key)} does not" for key, equals, _ in words if not equals]
-    problems += [f"`{key}` is given twice" for key in sorted({key for key in keys if keys.count(key) > 1})]
+    problems += [f"`{shown(key, quoted=False)}` is given twice" for key, count in counts.items() if count > 1]
     if problems:
         raise SpecError(problems, shown(text))
     try:
@@ -214,12 +216,19 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
         )
+    of_stacks: list[str] = []
+    """Problems of a policy for each stack."""
     if isinstance(given.get("policy"), Mapping):
-        given = {**given, **_of_stacks(given["policy"], given.get("rules"))}
+        policies, of_stacks = read_keys(given["policy"], dict.fromkeys(given["policy"], one_of(*POLICIES)))
+        policies = {**dict.fromkeys(given["policy"], "none"), **policies}
+        given = {**given, **_of_stacks(policies, given.get("rules"))}
     values, problems = read_keys(given, READERS, _FOREIGN_KEYS)
+    problems = [f"`policy`: {problem}" for problem in of_stacks] + problems
     # Keys whose value is unknown, because it is invalid or the key is misspelt.
     broken = {key for key in given if key in READERS and key not in values}
-    broken.update(near for key in given if key not in READERS for near in similar(key, READERS))
+    broken.update(["policy"] if of_stacks else [])
+    unknown = itertools.islice((key for key in given if key not in READERS), MOST_PROBLEMS)
+    broken.update(near for key in unknown for near in similar(key, READERS))
     if "policy" not in given:
         chosen = {"layers", "every_n_layers", "segments"} & values.keys()
         values["policy"] = "none" if values.get("rules") and not chosen else "full"

@@ -109,6 +109,8 @@ def test_every_problem_of_a_spec_with_a_model_is_named_at_once():
         "`rules`[0] names 2-1, which matches no block of stack 'decoder'.",
         f"`rules`[1] names the stack 'text', {others}.",
     ]
+    with pytest.raises(SpecError, match=r"`policy` or `rules` names the stack 'decodr'.* did you mean 'decoder'\?"):
+        plan_for({"policy": {"decodr": "full"}}, encoder=3, decoder=3)
 
 
 def test_a_plan_for_another_model_is_refused():

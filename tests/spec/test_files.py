@@ -50,6 +50,11 @@ SPEC = {"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preser
             "policy: &p full\nrules: [{policy: *p, layers: 0}]",
             {"policy": "full", "rules": [{"policy": "full", "layers": "0"}]},
         ),
+        (  # a merge, which may replace a key
+            "spec.yaml",
+            "rules: [&r {policy: full, layers: 0}, {<<: *r, layers: 1}]",
+            {"rules": [{"policy": "full", "layers": "0"}, {"policy": "full", "layers": "1"}]},
+        ),
     ],
 )
 def test_a_spec_is_read_from_json_and_yaml(name, content, wanted, tmp_path):
@@ -84,6 +89,8 @@ def test_a_plan_is_read_as_it_was_written(name, tmp_path):
         ("a.yaml", b"a: !!int ''", "not valid YAML"),
         ("a.yaml", b'{"policy": "full",}}', "not valid YAML"),
         ("a.json", b"policy: full", "not valid JSON"),
+        ("a.yaml", b"policy: full\nrules: [{layers: 0, layers: 1}]", "not valid YAML: `layers` is given twice"),
+        ("a.json", b'{"policy": "full", "policy": "none"}', "not valid JSON: `policy` is given twice"),
         ("a.yaml", b"", "a spec must be a mapping of keys, but is NoneType instead"),
         ("a.yaml", b"policy: full\nlayer: 0", "did you mean `layers`?"),
     ],
@@ -115,7 +122,8 @@ COMPILED = {"block": "model.layers.1", "kind": "Layer", "action": "compiled"}
         (("prediction", "step_seconds"), "long", "is damaged"),
         (("prediction", "later"), 1, "is damaged"),
         ((*ROW, "block"), "model.layers.0", "is named twice"),
-        ((*ROW, "block"), 7, "must be texts"),
+        ((*ROW, "block"), 7, "`block` must be a text, but is 7 instead"),
+        *(((key,), ["llama"], f"`{key}` must be a text") for key in ("family", "model")),
         *(((*ROW, "action"), name, "must be one of") for name in ("none", "budget", "Full", "", None, ["full"])),
         ((*ROW, "share"), 0.5, "`share` goes with `compiled`"),
         ((*ROW, "save"), ["linear"], "`save` goes with `selective` or `full+selective`, but its action is `full`"),

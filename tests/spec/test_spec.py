@@ -1,5 +1,7 @@
 """What users may write and what it means; everything else is refused, with all problems at once."""
 
+import difflib
+
 import pytest
 
 from hf_ckpt.errors import SpecError
@@ -30,6 +32,7 @@ def test_what_follows_from_what_is_given():
     assert Spec.parse({"policy": "selective", "save": "linear"}).save == ("linear",)
     assert Spec.parse({"policy": "selective", "save": ["attention", "linear"]}).save == ("linear", "attention")
     assert Spec.parse({"budget": 1.0}).budget == 1.0
+    assert type(Spec.parse({"budget": 2e10}).budget) is int
     assert Spec.parse({"rules": [{"layers": 1, "policy": "full"}]}).rules == (Rule(layers="1", policy="full"),)
     rule = {"layers": "0", "policy": "none"}  # beside `layers`, rules are exceptions to `full`
     assert Spec.parse({"layers": "0-3", "rules": [rule]}).policy == "full"
@@ -67,6 +70,15 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         ({"zzz": 1}, "`zzz` is not a key of the spec; known: policy, "),
         ({"policy": "ful"}, "did you mean 'full'?"),
         ({"policy": None}, '`policy` must be one of "none", "full", "selective", "full+selective", "offload", '),
+        ({"preserve_rng_state": "False"}, "is 'False' instead; did you mean false, without quotes?"),
+        ({"policy": {"encoder": "ful"}}, "`policy`: `encoder` must be one of "),
+        ({"policy": {"encoder": "budgt"}, "budget": "20GiB"}, "did you mean 'budget'?"),
+        ({"every_n_layers": 10**5000}, "is a value of type int instead; the largest number is 1,000,000,000."),
+        ({"head": 10**5000}, "the largest number is"),
+        ({"layers": [10**5000]}, "`layers` must be a list like '0-15,-1', but is"),
+        ({"layers": "1" * 5000}, "`layers` must be a list like '0-15,-1', but is"),
+        ({"budget": 10**5000}, "a size must look like '20GiB', '800MB' or 1073741824"),
+        ({"budget": 500_000}, "a size below 1 MiB needs a unit, but is 500000 instead; did you mean '500000B'?"),
         ({"use_reentrant": 0}, "`use_reentrant` must be one of true, false, but is 0 instead"),
         ({"every_n_layers": 0}, "`every_n_layers` must be a whole number of at least 1, but is 0 instead"),
         ({"every_n_layers": True}, "but is True instead"),
@@ -116,6 +128,9 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
         (3, "a spec must be a dict, a text or a path, but is int instead: 3"),
         (["full"], "but is list instead"),
         ("{", "not valid JSON"),
+        ('{"policy": "full", "policy": "none"}', "not valid JSON: `policy` is given twice"),
+        ('{"rules": [{"layers": 0, "layers": 1, "policy": "full"}]}', "`layers` is given twice"),
+        (f"{'a' * 10**6}=1 {'a' * 10**6}=1", "is given twice"),
         ("fulll", "cannot read 'fulll'"),
         ("policy=full layers", "words must look like key=value, but 'layers' does not"),
         ("policy=[", "not readable as key=value words"),
@@ -127,6 +142,16 @@ def test_one_clear_error(given_spec, expected):
     assert len(caught.value.problems) == 1
     assert expected in str(caught.value)
     assert "?." not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_error_about_many_words_looks_at_few_of_them(monkeypatch):
+    """Looking for similar names takes long: 50,000 words took 48 s."""
+    looked, real = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args, **kwargs: looked.append(1) or real(*args, **kwargs))
+    with pytest.raises(SpecError, match=r"^11 problems"):
+        Spec.parse(" ".join(f"k{number}=1" for number in range(500)))
+    assert 0 < len(looked) <= 25
 
 
 def test_every_problem_is_named_at_once():
