@@ -120,6 +120,10 @@ class Costs:
     model: str = ""
     tokens: int = 0
     """Tokens of one micro-step."""
+    sequences: int = 0
+    """Sequences of one micro-step; 0 if that is unknown."""
+    has_host: bool = True
+    """Whether there is host memory apart from the device's, to which blocks could offload."""
     blocks: tuple[Block, ...] = ()
     """All blocks of the model, if a step may not call some of them; these keep nothing and get the action `keep`."""
     accumulation: int = 1

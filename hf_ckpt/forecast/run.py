@@ -110,6 +110,8 @@ def costs_of_model(model: ShallowModel, asked: Question, device: Device, *, head
         family=found.family,
         model=found.model,
         tokens=asked.rows * max(asked.tokens, asked.target_tokens or 0) if "input_ids" in step.batch else 0,
+        sequences=asked.batch,
+        has_host=device.host_bandwidth > 0,
         head_tokens=head,
         head=(forward, backward),
         static=static,

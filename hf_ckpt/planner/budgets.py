@@ -8,12 +8,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from hf_ckpt.costs.costs import Choice, Costs, step_nanoseconds, timeline
+from hf_ckpt.costs.costs import OFFLOADED, Choice, Costs, step_nanoseconds, timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.choose import fastest, lowest_peak
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.units import format_bytes
+
+NEARLY = 1.02
+"""If no plan fits, the plan may need this multiple of the lowest peak: the last percents of memory cost most time."""
 
 
 def plan_within(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
@@ -41,23 +44,34 @@ def choice_within(ways: Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choi
 
 
 def best_plan(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> tuple[Plan, Sequence[str]]:
-    """The plan of `plan_within`; if none fits, the fastest with the lowest peak, and what would lower it.
+    """The plan of `plan_within`; if none fits, the fastest that is near the lowest peak, and what would lower that.
 
-    A block that is called several times needs the same action in all its calls, which `plan_within` cannot ensure. All
-    blocks get the same action then.
+    A block that is called several times needs the same action in all its calls, which `plan_within` cannot ensure. Then
+    the first blocks get one action, and the rest another.
     """
     names = {call.blocks[0].name for call in ways[0].calls}
     if len(names) == len(ways[0].calls):
         try:
             return plan_within(ways, budget_bytes, device), ()
         except InfeasibleError as error:
-            return plan_of(*choice_within(ways, peak_of_least(ways)), budget_bytes, device), error.hints
-    uniform = [(costs, costs.uniform(action)) for costs in ways for action in costs.actions]
-    peaks = [timeline(*way).peak_bytes for way in uniform]
-    most = max(budget_bytes, min(peaks))
-    fitting = [way for way, peak in zip(uniform, peaks, strict=True) if peak <= most]
-    hints = ["smaller batches or shorter sequences"] if most > budget_bytes else []
+            most = round(NEARLY * error.floor_bytes)
+            return plan_of(*choice_within(ways, most), budget_bytes, device), error.hints
+    in_runs = [(costs, choice) for costs in ways for choice in _in_two_runs(costs)]
+    peaks = [timeline(*way).peak_bytes for way in in_runs]
+    hints = [_fewer_tokens(ways[0])] if min(peaks) > budget_bytes else []
+    most = round(NEARLY * min(peaks)) if hints else budget_bytes
+    fitting = [way for way, peak in zip(in_runs, peaks, strict=True) if peak <= most]
     return plan_of(*min(fitting, key=lambda way: step_nanoseconds(*way)), budget_bytes, device), hints
+
+
+def _in_two_runs(costs: Costs) -> Iterator[Choice]:
+    """The choices with one action for the first blocks, and the same or one that keeps more for the rest."""
+    names = dict.fromkeys(call.blocks[0].name for call in costs.calls)
+    places = {name: place for place, name in enumerate(names)}
+    for rest, first in itertools.combinations_with_replacement(map(costs.uniform, costs.actions), 2):
+        for number in range(len(places)):
+            of_both = zip(costs.calls, first, rest, strict=True)
+            yield tuple(one if places[call.blocks[0].name] < number else other for call, one, other in of_both)
 
 
 def peak_of_least(ways: Sequence[Costs]) -> int:
@@ -125,6 +139,12 @@ def _pairs(costs: Costs, choice: Choice) -> Iterator[tuple[Block, Action]]:
             yield from ((block, action) for block in call.blocks)
 
 
+def _fewer_tokens(costs: Costs) -> str:
+    """What lowers the memory of activations."""
+    smaller = "" if costs.sequences == 1 else "a smaller batch with as many more accumulated steps, or "
+    return f"{smaller}shorter sequences"
+
+
 def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     """The error for a budget below the lowest peak of `costs`."""
     lowest = fastest(costs, lowest_peak(costs))
@@ -133,10 +153,13 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     parts = course.worst.parts()
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if static.always + static.gradients > budget_bytes:
+        state = f"weights and optimizer state {format_bytes(static.always)}"  # a run measures both together
+        if static.optimizer:
+            weights = format_bytes(static.parameters + static.gathered)
+            state = f"weights {weights}, optimizer state {format_bytes(static.optimizer)}"
         hints = [
-            f"weights {format_bytes(static.parameters + static.gathered)}, optimizer state "
-            f"{format_bytes(static.optimizer)} and gradients {format_bytes(static.gradients)} alone need more: use "
-            "LoRA, an optimizer with a smaller state or a smaller model, or shard them over more devices"
+            f"{state} and gradients {format_bytes(static.gradients)} alone need more: use LoRA, an optimizer with a "
+            "smaller state or a smaller model, or shard them over more devices"
         ]
     elif "optimizer" in course.worst.label:
         hints = [
@@ -144,16 +167,15 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
             "temporary copies (`fused=True`), or weights sharded over more devices"
         ]
     else:
-        hints = ["a smaller batch with as many more accumulated steps, or shorter sequences"]
+        hints = [_fewer_tokens(costs)]
     if course.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
         size = format_bytes(parts[f"temporary in {course.worst.label}"])
         hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
-    if kept and course.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1:
-        hints.append(
-            f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget`, for host memory to hold it"
-        )
+    if kept and course.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1 and costs.has_host:
+        some = "a" if set(OFFLOADED.values()).isdisjoint(costs.actions) else "a larger"
+        hints.append(f"what blocks keep is {format_bytes(kept)} of it: {some} `host_budget`, to hold it in host memory")
     error = InfeasibleError(
         budget_bytes,
         course.peak_bytes,

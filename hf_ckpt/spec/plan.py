@@ -68,7 +68,7 @@ class Prediction:
         if self.budget_bytes is not None:
             fits = self.peak_bytes <= self.budget_bytes
             within = f" {'within' if fits else 'above'} {format_bytes(self.budget_bytes)}"
-            within += "" if fits else " (no plan needs less)"
+            within += "" if fits else " (no plan fits)"
         timed = f"step {format_seconds(self.step_seconds)}" if self.step_seconds else "not timed"
         return f"peak {format_bytes(self.peak_bytes)}{within}, {timed}"
 

@@ -253,7 +253,8 @@ class Measurements:
         changes = self._changes(batch, full, guessed)
         costs = costs_of_step(step, blocks, kinds, changes, self._shares_of_time(), self.actions)
         tokens = sum(math.prod(forward.text) for forward in batch.forwards)
-        return dataclasses.replace(costs.fixing(self.fixed), tokens=tokens)
+        sequences = max(forward.text[0] for forward in batch.forwards)
+        return dataclasses.replace(costs.fixing(self.fixed), tokens=tokens, sequences=sequences)
 
     def _changes(self, batch: Batch, full: Step, guessed: Mapping[str, Action]) -> dict[Pair, Change]:
         """What actions change in calls with a batch: what was measured, and bounds for those in `guessed`.

@@ -169,6 +169,13 @@ class Session:
         memory = device_memory(held, self._devices)
         self.budget_bytes = budget_bytes(self._spec.budget, memory.total_bytes)
         """The peak that steps may have."""
+        if self.budget_bytes > memory.total_bytes:
+            warn_once(
+                log,
+                "hf_ckpt: the budget of %s is more than the memory, %s: steps that fit into it may run out of memory.",
+                format_bytes(self.budget_bytes),
+                format_bytes(memory.total_bytes),
+            )
         if self._spec.policy == "auto":  # less what other processes hold
             self.budget_bytes -= memory.total_bytes - memory.available_bytes
         self.limit_bytes = self.budget_bytes
@@ -177,10 +184,10 @@ class Session:
             raise InfeasibleError(
                 self.limit_bytes,
                 held,
-                {"weights": held},
+                {"weights and optimizer state": held},
                 ["a smaller model, quantised weights, or parameters that are sharded over more devices"],
-                f"no plan fits into {format_bytes(self.limit_bytes)}: the model holds {format_bytes(held)} by itself. "
-                "What would lower it:",
+                f"no plan fits into {format_bytes(self.limit_bytes)}: the model and the state of its optimizer hold "
+                f"{format_bytes(held)} by themselves. What would lower it:",
             )
         self._least = FULL if self._spec.compile is None else COMPILED
         """The action that keeps least. Blocks that hf_ckpt compiles cannot get others than compiled ones."""
@@ -491,8 +498,8 @@ class Session:
 
     def _made(self, batch: Batch) -> Planned:
         """Make and hold the fastest plan for a batch, or the one with the lowest peak, from the measurements."""
-        costs = self.known.costs(batch)
         device = this_device(self._devices)
+        costs = dataclasses.replace(self.known.costs(batch), has_host=device.host_bandwidth > 0)
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
         stacks = {block.stack for block in self._blocks.values()}
         if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
@@ -519,10 +526,10 @@ class Session:
         if hints:
             warn_once(
                 log,
-                "hf_ckpt: no plan fits %s into %s. Such batches get the fastest plan with the lowest peak, %s. What "
+                "hf_ckpt: no plan fits into %s (%s). Such batches get the fastest plan near the lowest peak, %s. What "
                 "would lower it: %s",
-                batch,
                 format_bytes(self.limit_bytes),
+                batch,
                 format_bytes(made.prediction.peak_bytes),
                 "; ".join(hints),
             )

@@ -12,8 +12,9 @@ from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner import choose
-from hf_ckpt.planner.budgets import choice_within, frontier, peak_of_least, plan_of, plan_within
+from hf_ckpt.planner.budgets import best_plan, choice_within, frontier, peak_of_least, plan_of, plan_within
 from hf_ckpt.planner.choose import fastest, lowest_peak
+from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.units import format_bytes
 
 
@@ -67,7 +68,7 @@ INPUT = 4
 """Bytes of each block's input."""
 
 
-def alike(count, *, head=30, kept=(60, 25, 0), static=None, gradient=0, accumulation=1):
+def alike(count, *, head=30, kept=(60, 25, 0), static=None, gradient=0, accumulation=1, **fields):
     """Costs of a stack of equal blocks, which recompute what they drop, as real ones do.
 
     `kept`: bytes under each of three actions.
@@ -86,6 +87,7 @@ def alike(count, *, head=30, kept=(60, 25, 0), static=None, gradient=0, accumula
         input_bytes=INPUT,
         static=static or Static(100, gradients=gradient * count),
         accumulation=accumulation,
+        **fields,
     )
 
 
@@ -137,6 +139,7 @@ def test_if_the_optimizers_step_is_the_peak_no_block_is_recomputed_in_vain(costs
 MIB = 2**20
 STATE = Static(MIB, optimizer=2 * MIB, gradients=MIB)
 STATE_ALONE = "weights 1.00 MiB, optimizer state 2.00 MiB and gradients 1.00 MiB alone need more"
+MEASURED = "weights and optimizer state 3.00 MiB and gradients 1.00 MiB alone need more"
 SMALLER = "a smaller batch with as many more accumulated steps, or shorter sequences"
 HEAD = "the head and its loss are the peak, with"
 STEP = "the optimizer's step is the peak, whatever blocks do"
@@ -144,7 +147,14 @@ ERRORS = {
     "logits": ({"head": 100_000}, 100_000, [HEAD, "chunks", SMALLER], ["LoRA", "what blocks keep"]),
     "state": ({"static": STATE}, 3 * MIB, [STATE_ALONE, "use LoRA"], ["a smaller batch", "head"]),
     "step": ({"static": dataclasses.replace(STATE, step_bytes=MIB)}, 5 * MIB - 1, [STEP], ["a smaller batch"]),
-    "blocks": ({"count": 40, "head": 2}, 200, [SMALLER, "what blocks keep is"], [HEAD, "LoRA"]),
+    "blocks": ({"count": 40, "head": 2}, 200, [SMALLER, "what blocks keep is", ": a `host"], [HEAD, "LoRA"]),
+    "a sequence on a host": (
+        {"count": 40, "head": 2, "sequences": 1, "has_host": False},
+        200,
+        ["shorter sequences"],
+        ["smaller batch", "host"],
+    ),
+    "state, in a run": ({"static": Static(3 * MIB, gradients=MIB)}, 3 * MIB, [MEASURED], ["weights 3.00 MiB"]),
 }
 
 
@@ -156,6 +166,38 @@ def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(chang
     assert sum(error.parts.values()) == error.floor_bytes > budget
     assert [text for text in said if text not in str(error)] == []
     assert [text for text in unsaid if text in "".join(error.hints)] == []
+
+
+def test_a_plan_above_the_budget_is_the_fastest_near_the_lowest_peak():
+    """Segments would lower the peak by less than 2 %, for one more forward."""
+    costs = alike(8, static=Static(4000))
+    ways = [costs, *in_segments(costs)]
+    floor = peak_of_least(ways)
+    assert plan_within(ways, floor).segments()
+    plan, hints = best_plan(ways, floor - 1)
+    assert hints[0] == SMALLER
+    assert not plan.segments()
+    assert floor < plan.prediction.peak_bytes <= 1.02 * floor
+    assert "(no plan fits)" in str(plan.prediction)
+
+
+def test_blocks_that_are_called_twice_have_one_action_each_and_use_the_room():
+    """As with two forwards before one backward."""
+    once = alike(5)
+    costs = dataclasses.replace(once, calls=once.calls * 2)
+    uniform = {action: costs.uniform(action) for action in costs.actions}
+    rows = [(timeline(costs, choice).peak_bytes, step_nanoseconds(costs, choice)) for choice in uniform.values()]
+    mixed = 0
+    for budget in range(min(rows)[0], max(rows)[0]):
+        plan, hints = best_plan([costs], budget)
+        actions = {block: {action for other, action in plan.actions if other == block} for block, _ in plan.actions}
+        assert {len(found) for found in actions.values()} == {1}
+        assert (hints, plan.prediction.peak_bytes <= budget) == ([], True)
+        seconds, best = plan.prediction.step_seconds, min(time for peak, time in rows if peak <= budget)
+        assert round(seconds * 1e9) <= best
+        mixed += round(seconds * 1e9) < best
+    assert mixed > 100
+    assert best_plan([costs], 1)[1] == [SMALLER]
 
 
 @settings(max_examples=40)

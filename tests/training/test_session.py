@@ -11,6 +11,7 @@ import functools
 import gc
 import pickle
 import random
+import re
 import threading
 
 import pytest
@@ -450,29 +451,37 @@ def test_ranks_that_recompute_together_take_the_plan_of_the_largest_batch(monkey
 
 
 def test_a_budget_below_the_weights_is_refused_at_once():
-    with pytest.raises(InfeasibleError, match=r"no plan fits into 100\.00 KiB: the model holds .* by itself"):
+    with pytest.raises(InfeasibleError, match=r"no plan fits into 100\.00 KiB: the model and the state of its"):
         trained(1, "100KiB")
 
 
+def test_a_budget_above_the_memory_is_said(caplog):
+    trained(1, "900TiB")
+    assert "the budget of 900.00 TiB is more than the memory, " in caplog.text
+
+
 @pytest.mark.trap(38)
-@pytest.mark.parametrize("peak", ["blocks", "optimizer"])
+@pytest.mark.parametrize("peak", ["blocks", "one sequence", "optimizer"])
 def test_where_no_plan_fits_the_run_goes_on_with_the_least(peak, caplog):
     """If the optimizer's step is the peak, nothing is recomputed in vain. What would lower the peak is said."""
     model = model_of("llama")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    if peak == "blocks":
+    if peak != "optimizer":
+        batch = BATCH if peak == "blocks" else tiny_batch("llama", batch=1, tokens=256)
         budgeted(model, 2 * weights + 1000)
-        run(model, [BATCH] * PLANNED)
+        run(model, [batch] * PLANNED)
     else:  # weights, gradients and two moments; the step needs temporary bytes, too
         budgeted(model, 4 * weights)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         run(model, [tiny_batch("llama", batch=1, tokens=4)] * 13, optimizer)
         assert actions(model) == {KEEP}
-        assert "(no plan needs less)" in str(hf_ckpt.describe(model))
+        assert "(no plan fits)" in str(hf_ckpt.describe(model))
     assert installation(model).planned.over
     (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
     assert ("the optimizer's step is the peak" in said) == (peak == "optimizer")
     assert ("a smaller batch" in said) == (peak == "blocks")
+    assert "`host_budget`" not in said  # a CPU has none
+    assert re.search(r"no plan fits into .*iB \(\d x \d+ tokens\)\. ", said)
 
 
 # --- a count of live bytes ends with its step -------------------------------------------------------------------------
