@@ -22,6 +22,11 @@ LAST_DEEPSPEED_WITH_EMPTY_SHAPES = "0.19.2"
 https://github.com/huggingface/transformers/issues/47254"""
 
 
+ACCELERATES_HOOK = "_hf_hook"
+"""The attribute of a module for which accelerate runs a hook around its forward, such as one that fetches its weights
+from host memory or a disk. Before and after the forward, these weights have no values."""
+
+
 def steps_in_lockstep(model: nn.Module) -> bool:
     """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed): none can retry a step alone."""
     return is_sharded(model) or any(
@@ -67,7 +72,7 @@ def parameters_stay(module: nn.Module) -> bool:
     """
     return not any(
         _is_fsdp(inner)
-        or hasattr(inner, "_hf_hook")
+        or hasattr(inner, ACCELERATES_HOOK)
         or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
         for inner in module.modules()
     )

@@ -27,6 +27,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.engines.region import Region, Request
+from hf_ckpt.engines.seen import Seen
 from hf_ckpt.errors import InPlaceError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.units import format_bytes
@@ -233,7 +234,7 @@ class Group:
             return Kept(tensor, self.block)
         key = base.untyped_storage()._cdata
         slot = self._by_storage.get(key)
-        if slot is None or slot.version != base._version:
+        if slot is None or slot.on_device is None or slot.on_device.is_overwritten:
             with self.mover.lock:
                 buffer = self.mover.take(base.nbytes)
                 if buffer is None:
@@ -278,7 +279,7 @@ class Group:
     def send_back(self) -> None:
         """Start copying back all tensors that are only on the host, in the order in which backward needs them."""
         for slot in reversed(self._held()):
-            if slot.tensor is None and slot.arriving is None:
+            if slot.on_device is None and slot.arriving is None:
                 slot.arriving = self.lane.back(slot.host)
 
     @staticmethod
@@ -308,7 +309,6 @@ class Slot:
 
     def __init__(self, group: Group, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         self.group, self.buffer = group, buffer
-        self.version = tensor._version
         self.uses = 0
         """How often one backward fetches it, as counted by `Group.pack`."""
         self._left = 0
@@ -317,21 +317,21 @@ class Slot:
         """(tensor, copy) once the copy back has started; else None."""
         flat = buffer[: tensor.nbytes].view(tensor.dtype)
         self.host = flat.as_strided(tensor.size(), tensor.stride())
-        self.tensor: torch.Tensor | None = tensor
+        self.on_device: Seen | None = Seen(tensor)
         """The tensor on the device; None after the wait for its copy."""
         self._copy = group.lane.out(tensor, self.host)
 
     def check(self) -> None:
         """Raise `InPlaceError` if the tensor is still on the device and was changed since it was sent."""
-        if self.tensor is not None and self.tensor._version != self.version:
-            raise InPlaceError(self.group.block, self.tensor, self.version)
+        if self.on_device is not None and self.on_device.is_overwritten:
+            raise InPlaceError(self.group.block, self.on_device.tensor, self.on_device.version)
 
     def leave_device(self) -> None:
         """Wait for the copy and free the tensor. Raises `InPlaceError` as `check` does."""
         self.check()
         with self.group.mover.lock:
             self.group.lane.wait(self._copy)
-        self.tensor = None
+        self.on_device = None
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor on its device, and start copying back the previous group.
@@ -339,8 +339,8 @@ class Slot:
         Raises `InPlaceError` if the tensor is still on the device and was changed there.
         """
         self.check()
-        if self.tensor is not None:  # its block still runs
-            return self.tensor
+        if self.on_device is not None:  # its block still runs
+            return self.on_device.tensor
         group = self.group
         with group.mover.lock:  # two threads may run backward through one graph
             if self.arriving is None:

@@ -35,6 +35,7 @@ class Seen:
     __slots__ = ("address", "tensor", "trained", "version")
 
     def __init__(self, tensor: torch.Tensor, *, address: bool = False) -> None:
+        # No calls in Python here and in `is_overwritten`: both run for every tensor that `selective` keeps.
         self.tensor = tensor
         self.version = -1 if tensor.is_inference() else tensor._version
         """The in-place version; -1 for inference tensors, which have none."""

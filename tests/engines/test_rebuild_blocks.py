@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch._dynamo
+from accelerate.hooks import attach_align_device_hook
 from helpers.adapters import with_lora
 from helpers.others import OTHERS, other_model
 from helpers.steps import assert_same, outcome, planned, step, without_cache
@@ -212,6 +213,14 @@ def written_to(module, args, output):
         (output[0] if isinstance(output, tuple) else output)[:, :3] = 0.1
 
 
+def with_weights_elsewhere(model, family):
+    """accelerate fetches the weights of each module in a block only while it runs."""
+    for block in find_blocks(model).modules.values():
+        attach_align_device_hook(block, torch.device("cpu"), offload=True, weights_map=block.state_dict())
+        assert all(parameter.is_meta for parameter in block.parameters())
+    return step(model, tiny_batch(family))
+
+
 def backward_twice(model, family):
     """A graph that is kept gives the same gradients twice, and grows by nothing else."""
     model.zero_grad()
@@ -253,6 +262,7 @@ RUNS = {
     "noise on embeddings": hooked(
         "Embedding", "register_forward_hook", lambda module, args, output: output + torch.rand_like(output)
     ),
+    "weights elsewhere": with_weights_elsewhere,
     "a graph that is kept": backward_twice,
     "one gradient after another": one_parameter_after_another,
 }

@@ -253,6 +253,13 @@ def other_scaling(model):
             module.scale_layer(3.0)
 
 
+def other_numbers(model):
+    yield
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1.0
+
+
 def frozen_blocks(model):
     yield
     for block in find_blocks(model).modules.values():
@@ -471,6 +478,7 @@ CHANGED = {
     "hooks added": Mode(change=added_hooks, **LLAMA),
     "other attention": Mode(**DROPOUT, **SDPA, change=other_attention, **LLAMA),
     "a module replaced": Mode(change=replaced_module, **LLAMA),
+    "other numbers": Mode(change=other_numbers, **LLAMA),
     "other scaling": Mode(adapters="peft", change=other_scaling, **LLAMA),
     "frozen": Mode(change=frozen_blocks, **LLAMA),
 }
@@ -544,7 +552,9 @@ ACTIONS = {
     "selective": Asked(selective(), "selective", (*COMMON, *SHARDED, *CHANGED)),
     "save attention": Asked(selective("attention"), "selective", (*COMMON, *SHARDED, *CHANGED)),
     "save linear": Asked(selective("linear"), "selective", (*FORMS, *UNUSUAL)),
-    "full+selective": Asked(BOTH, "full+selective", ("dropout", "autocast", "bf16", "kept graph", *UNUSUAL)),
+    "full+selective": Asked(
+        BOTH, "full+selective", ("dropout", "autocast", "bf16", "kept graph", *UNUSUAL, "other numbers")
+    ),
     "both, save attention": Asked({**BOTH, "save": ["attention"]}, "full+selective", ("sdpa", "lora_dropout")),
     "mixed": Asked(
         selective(rules=[rule("1", "full"), rule("2", "none")]), "selective full -", (*CHOICES, "accumulation")

@@ -19,7 +19,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.rebuild.ops import VIEW, Op
 from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
-from hf_ckpt.engines.seen import address_of
+from hf_ckpt.engines.seen import Seen
 from hf_ckpt.models.blocks import biases
 
 _next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
@@ -53,6 +53,8 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if tape is None or tape.replay or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     if module._modules:  # `parametrize` has put modules into it, which are gone when it would run again
+        return
+    if compat.distributed.ACCELERATES_HOOK in vars(module):  # its weights may be there only while it runs
         return
     # Another hook may change the input or the output, so operations of such a module are rebuilt one by one.
     if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
@@ -102,8 +104,8 @@ class Tape:
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.values: dict[_Edge, Value | None] = {}
         """Value of each edge seen so far; None if it cannot be rebuilt."""
-        self.inputs: dict[_Edge, tuple[torch.Tensor, int]] = {}
-        """The block's inputs that have a graph, with their in-place versions at the beginning."""
+        self.inputs: dict[_Edge, Seen] = {}
+        """The block's inputs that have a graph, as they were at the beginning."""
         self.offered: dict[_Edge, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Inputs of dropouts, with their in-place versions: they can be kept as long as they are alive."""
         self.replay: Replay | None = None
@@ -124,7 +126,7 @@ class Tape:
             if region.reaches_back and replay is not None and not arg._version:
                 self.values[edge] = Rebuilt(self.work, replay, [])
             else:
-                self.inputs[edge] = arg, arg._version
+                self.inputs[edge] = Seen(arg)
 
     def close(self, outputs: Any) -> None:
         """End the tape: forget every node.
@@ -161,9 +163,9 @@ class Tape:
             return Kept(tensor, self.work.block)
         value = self.value_of(tensor)
         self.softmax = tensor.shape if type(tensor.grad_fn).__name__ == "SafeSoftmaxBackward0" else None
-        root = value.root
-        if type(root) is Kept:
+        if type(value) is Kept:
             return value
+        root = value.root if isinstance(value, View) else value
         root.expect()
         if type(root) is Rebuilt:
             self.dropped += 1
@@ -217,8 +219,8 @@ class Tape:
         if edge in values:
             return values[edge]
         if edge in self.inputs:
-            arg, version = self.inputs[edge]
-            return self._keep(edge, arg) if arg._version == version else None
+            seen = self.inputs[edge]
+            return None if seen.is_overwritten else self._keep(edge, seen.tensor)
         node, number = edge
         name = node.name()
         row = self.rows.get(name)
@@ -232,8 +234,7 @@ class Tape:
                 if value is None:
                     self.hopeless.add(place)
         elif name == "torch::autograd::AccumulateGrad":
-            address = address_of(node.variable) if self.region.reaches_back else 0
-            value = Kept(node.variable, self.work.block, address=address)
+            value = Kept(node.variable, self.work.block, address=self.region.reaches_back)
         if value is None and edge in self.offered:
             value = self._take_offer(edge)
         values[edge] = value

@@ -7,15 +7,16 @@ there are no reference cycles, and a graph that is dropped without a backward fr
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.seen import address_of
+from hf_ckpt.engines.seen import Seen, version_of
 from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError
 
 
@@ -28,24 +29,28 @@ class Work:
         """Number of operations and modules that were run again."""
 
 
-class Kept:
+def refuse(seen: Seen, block: str, name: str) -> NoReturn:
+    """Raise `InPlaceError` or `ChangedBlockError` for a tensor of a block that was overwritten since it was seen."""
+    if version_of(seen.tensor) != seen.version:
+        raise InPlaceError(block, seen.tensor, seen.version)
+    raise ChangedBlockError(block, f"{name} was overwritten")
+
+
+class Kept(Seen):
     """A kept tensor, without its graph: a view with the same storage and the same version counter.
 
     Args:
         tensor: the tensor.
         block: name of the block, for errors.
         is_leaf: whether it is a parameter or a view of one. It is held with its graph, which leads only to a leaf.
-        address: the address that its values must still have when it is needed; 0 for any.
+        address: whether its values must still be at the same address when it is needed, if it is a parameter.
     """
 
-    __slots__ = ("address", "block", "tensor", "version")
+    __slots__ = ("block",)
 
-    def __init__(self, tensor: torch.Tensor, block: str, *, is_leaf: bool = False, address: int = 0) -> None:
+    def __init__(self, tensor: torch.Tensor, block: str, *, is_leaf: bool = False, address: bool = False) -> None:
+        super().__init__(tensor if is_leaf or tensor.grad_fn is None else tensor.detach(), address=address)
         self.block = block
-        self.address = address
-        self.version = -1 if tensor.is_inference() else tensor._version
-        """The in-place version of the tensor; -1 for inference tensors, which have none."""
-        self.tensor = tensor if is_leaf or tensor.grad_fn is None else tensor.detach()
 
     @property
     def root(self) -> Kept:
@@ -63,12 +68,9 @@ class Kept:
 
         Raises `InPlaceError` if it has been changed in place since, and `ChangedBlockError` if it was overwritten.
         """
-        tensor = self.tensor
-        if self.version >= 0 and tensor._version != self.version:
-            raise InPlaceError(self.block, tensor, self.version)
-        if self.address and tensor.data_ptr() != self.address:
-            raise ChangedBlockError(self.block, f"a parameter of shape {list(tensor.shape)} was overwritten")
-        return tensor
+        if self.is_overwritten:
+            refuse(self, self.block, f"a parameter of shape {list(self.tensor.shape)}")
+        return self.tensor
 
 
 class _Shared:
@@ -181,7 +183,7 @@ class View:
     def __init__(self, of: Value, operation: Callable[..., torch.Tensor]) -> None:
         self.of = of
         self.operation = operation
-        self.root: Kept | Stored | Rebuilt = of.root
+        self.root: Kept | Stored | Rebuilt = of.root if isinstance(of, View) else of  # a property of others is a call
 
     def value(self) -> torch.Tensor:
         """Return the view."""
@@ -195,6 +197,8 @@ Value = Kept | Stored | Rebuilt | View
 class Replay:
     """One call of a small module that is run again as a whole, for its output and for what autograd saved inside.
 
+    It runs with the parameters and attributes that the module had in the forward, such as the `eps` of a norm.
+
     Args:
         work: counts the run.
         module: the module.
@@ -205,6 +209,7 @@ class Replay:
 
     __slots__ = (
         "__weakref__",
+        "attributes",
         "autocast",
         "inside",
         "module",
@@ -226,12 +231,14 @@ class Replay:
         """Number of tensors that autograd saved inside the module in the forward."""
         self.inside: list[torch.Tensor | None] = []
         """The same tensors after the module was run again; None for one that was already returned."""
-        self.parameters = [
-            (name, parameter, parameter._version, address_of(parameter) if stay else 0, parameter.requires_grad)
+        self.attributes = vars(module).copy()
+        """The module's attributes in its forward."""
+        self.parameters = {
+            name: Seen(parameter, address=stay)
             for name, parameter in module._parameters.items()
             if parameter is not None
-        ]
-        """(name, parameter, version, address or 0, whether it requires gradients) in the module's forward."""
+        }
+        """Name -> parameter of the module in its forward."""
         if type(source) is not Kept:
             source.root.expect()
 
@@ -241,16 +248,9 @@ class Replay:
         Raises `InPlaceError` or `ChangedBlockError` if one of its parameters has changed since the forward, and
         `RebuildError` if it saves a different number of tensors.
         """
-        current = self.module._parameters
         run: Callable[..., Any] = self.module.forward
-        for name, parameter, version, address, trained in self.parameters:
-            if parameter._version != version:
-                raise InPlaceError(self.work.block, parameter, version)
-            if address and parameter.data_ptr() != address:
-                raise ChangedBlockError(self.work.block, f"`{name}` of {type(self.module).__name__} was overwritten")
-            # torch.func.functional_call replaced it in the forward, or it has been frozen or unfrozen since.
-            if current.get(name) is not parameter or parameter.requires_grad != trained:
-                run = self._with_parameters_of_the_forward
+        if not self._is_as_in_the_forward():
+            run = self._run_as_in_the_forward
         inside: list[torch.Tensor | None] = []
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
@@ -267,10 +267,33 @@ class Replay:
             )
         return output.detach()
 
-    def _with_parameters_of_the_forward(self, source: torch.Tensor) -> Any:
-        """Run the module on the parameters of the forward, with the `requires_grad` that they had then."""
-        lent = {name: parameter.detach().requires_grad_(trained) for name, parameter, *_, trained in self.parameters}
-        return torch.func.functional_call(self.module, lent, source)
+    def _is_as_in_the_forward(self) -> bool:
+        """Whether the module has the attributes and parameters of its forward. Raises errors as `refuse` does."""
+        attributes = vars(self.module)
+        current = attributes["_parameters"]
+        unchanged = list(attributes) == list(self.attributes)
+        # Compared by identity: values may be tensors or arrays, and equal numbers do no harm.
+        unchanged = unchanged and all(map(operator.is_, attributes.values(), self.attributes.values()))
+        for name, seen in self.parameters.items():
+            if seen.is_overwritten:
+                refuse(seen, self.work.block, f"`{name}` of {type(self.module).__name__}")
+            # torch.func.functional_call replaced it in the forward, or it has been frozen or unfrozen since.
+            if current.get(name) is not seen.tensor or seen.tensor.requires_grad != seen.trained:
+                unchanged = False
+        return unchanged
+
+    def _run_as_in_the_forward(self, source: torch.Tensor) -> Any:
+        """Run the module with the attributes and parameters of the forward, and put the present ones back."""
+        attributes = vars(self.module)
+        now = attributes.copy()
+        lent = {name: seen.tensor.detach().requires_grad_(seen.trained) for name, seen in self.parameters.items()}
+        attributes.clear()
+        attributes.update(self.attributes, _parameters=dict.fromkeys(now["_parameters"]) | lent)
+        try:
+            return self.module.forward(source)
+        finally:
+            attributes.clear()
+            attributes.update(now)
 
 
 class Inside:
@@ -324,21 +347,16 @@ def read(node: Any, name: str) -> Any:
 @compat.torch.untraced
 def unpack(value: Value | Inside) -> torch.Tensor:
     """Saved-tensor hook: return the tensor. It is rebuilt without autocast: its operands have the right types."""
-    if type(value) is Kept:
-        return value.value()
+    if type(value) is Kept and not value.is_overwritten:
+        return value.tensor
     if _reading.on and isinstance(value, (Rebuilt, View)):
         _reading.found = value
         return _NOTHING
     if type(value) is Stored and value.original is not None:  # read from a node during the forward
         return value.original
-    if not (torch.is_grad_enabled() or compat.devices.autocast_is_on()):
-        return _hand_out(value)
-    with torch.no_grad(), compat.devices.autocast_off():
-        return _hand_out(value)
-
-
-def _hand_out(value: Value | Inside) -> torch.Tensor:
-    """Return the tensor of a value, and count one use as done."""
+    if torch.is_grad_enabled() or compat.devices.autocast_is_on():
+        with torch.no_grad(), compat.devices.autocast_off():
+            return unpack(value)
     tensor = value.value()
     if type(value) is not Inside:
         value.root.asked()  # type: ignore[union-attr]
