@@ -9,8 +9,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 _DROPOUT = getattr(functional.dropout, "__code__", None)
+_LINEAR = [
+    layer.forward.__code__
+    for layer in (nn.Linear, Conv1D)
+    if layer.forward.__code__.co_filename == sys.modules[layer.__module__].__file__  # another package may replace it
+]
+"""The code of the forward of linear layers; in 2026, GPT-2 has the only other kind than torch's."""
 
 
 def callers() -> Iterator[types.FrameType]:
@@ -33,6 +40,21 @@ def input_of_dropout() -> torch.Tensor | None:
         return None
     given: torch.Tensor = frame.f_locals["input"]
     return given
+
+
+def bias_of_linear() -> torch.Tensor | None:
+    """Return the bias of the linear layer whose own forward hf_ckpt is called from, for example in a saved-tensor hook.
+
+    None if the layer has none, or if hf_ckpt is called from anything else, such as a block that passes a layer's weight
+    to a function together with another bias.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
+        frame = frame.f_back
+    if frame.f_code not in _LINEAR:
+        return None
+    bias: torch.Tensor | None = vars(frame.f_locals["self"])["_parameters"].get("bias")
+    return bias
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -207,13 +207,6 @@ def is_norm(module: nn.Module) -> bool:
     return _kind(module).lower().endswith("norm")
 
 
-def biases(block: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-    """Return the weight and the bias of every plain linear layer in a block, by the id of the weight."""
-    layers = (module for module in block.modules() if type(module) is nn.Linear or _kind(module) == "Conv1D")
-    pairs = ((vars(layer)["_parameters"].get("weight"), vars(layer)["_parameters"].get("bias")) for layer in layers)
-    return {id(weight): (weight, bias) for weight, bias in pairs if weight is not None and bias is not None}
-
-
 def vocabulary_head(base: nn.Module) -> nn.Module | None:
     """Return a model's projection onto the vocabulary; None for models without one, such as classifiers."""
     found = getattr(base, "get_output_embeddings", lambda: None)()

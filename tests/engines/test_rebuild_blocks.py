@@ -103,6 +103,40 @@ def test_tensors_saved_and_dropped(block):
     assert (region.saved_tensors, region.dropped_tensors) == BLOCKS[block]
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return functional.linear(x, self.weight, self.bias * 2)
+
+
+class Twins(nn.Module):
+    """Applies one frozen weight twice, with frozen biases of their own."""
+
+    def __init__(self, apply):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.two.weight, self.apply_both = self.one.weight, apply
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.cat([functional.silu(y) for y in self.apply_both(self.one, self.two, x)])
+
+
+# How -> the number of the two results that are dropped.
+APPLIED = {
+    "two layers": (lambda one, two, x: (one(x), two(x)), 2),
+    "a function": (lambda one, two, x: (functional.linear(x, one.weight, one.bias), two(x)), 1),
+    "another forward": (lambda one, two, x: (one(x), Doubled.forward(two, x)), 1),
+}
+
+
+@pytest.mark.parametrize("how", APPLIED)
+def test_a_frozen_bias_is_the_one_that_was_added(how):
+    """Autograd holds no frozen bias. It is known if a linear layer adds its own; otherwise the result is kept."""
+    apply, dropped = APPLIED[how]
+    region = same_toys(Twins(apply).forward, save=["attention"], parameters=())
+    assert region.dropped_tensors == dropped
+
+
 class Quantised4(nn.Parameter):
     """A parameter subclass, as in bitsandbytes."""
 

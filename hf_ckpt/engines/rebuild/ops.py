@@ -46,8 +46,8 @@ class Op:
     """Whether `prepare` reads tensors that the node has saved."""
     several: bool = False
     """Whether the node has several results; then `prepare` also gets the number of one."""
-    bias_of: str = ""
-    """The name under which the node saves a module's weight, if operand 0 is the bias, which it does not save."""
+    has_bias: bool = False
+    """Whether operand 0 is the bias of a linear layer, which the node does not save."""
 
 
 def _plainly(operation: Function) -> Callable[[Any, Any], Function]:
@@ -347,7 +347,7 @@ OPS: dict[str, Op] = {
     "NativeDropoutBackward0": Op("dropout", _native_dropout, saved=("result1",)),
     "EmbeddingBackward0": Op("embedding", _embedding, reads=True),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
-    "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2"), bias_of="mat2"),
+    "AddmmBackward0": Op(LINEAR, _addmm, ("", "mat1", "mat2"), has_bias=True),
     "GroupedMmBackward0": Op(LINEAR, _grouped_mm, ("self", "mat2"), reads=True),
     "BmmBackward0": Op(ATTENTION, _plainly(torch.bmm), ("self", "mat2")),
     "SoftmaxBackward0": Op(ATTENTION, _softmax),

@@ -63,9 +63,6 @@ class RebuildRegion(Region):
         self.saved_tensors = self.dropped_tensors = 0
         """Number of tensors that autograd saved in the last forward, and number of those that are rebuilt."""
         self.forwards = 0
-        self.biases: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """Id of a linear layer's weight -> (weight, bias), as a forward found them. Autograd does not hold a frozen
-        bias."""
         self.reaches_back = False
         """Whether the block may rebuild its own input, if the block before it computed it by a norm. It may not if
         parameters are sharded: the parameters of other blocks are gone in the backward of this block."""
@@ -122,7 +119,7 @@ class RebuildRegion(Region):
             store: hooks that store kept tensors elsewhere; see `Tape`.
             hooks: returns the saved-tensor hooks for the tape.
         """
-        tape, output = Tape(self, fn, args, store), None
+        tape, output = Tape(self, args, store), None
         outer, running.tape = running.tape, tape
         try:
             with torch.autograd.graph.saved_tensors_hooks(*hooks(tape)):
@@ -144,10 +141,10 @@ class RebuildRegion(Region):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("rows", "biases")}
+        return {name: value for name, value in vars(self).items() if name != "rows"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, rows=ops_for(state["save"]), biases={})
+        vars(self).update(state, rows=ops_for(state["save"]))
 
 
 def make(request: Request) -> Region:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,9 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
-from hf_ckpt.engines.rebuild.ops import VIEW, Op
+from hf_ckpt.engines.rebuild.ops import LINEAR, VIEW, Op
 from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
 from hf_ckpt.engines.seen import Seen
-from hf_ckpt.models.blocks import biases
 
 _next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
 _Edge = tuple[Any, int]
@@ -77,7 +75,6 @@ class Tape:
 
     Args:
         region: the block's function, with what is known from earlier forwards.
-        fn: the block's own forward.
         args: the block's arguments.
         store: hooks that store kept tensors elsewhere, such as in host memory; None to keep them as they are.
     """
@@ -85,7 +82,6 @@ class Tape:
     def __init__(
         self,
         region: Any,
-        fn: Callable[..., Any],
         args: tuple[Any, ...],
         store: compat.torch.SavedTensorHooks | None = None,
     ) -> None:
@@ -93,10 +89,11 @@ class Tape:
         self.work: Work = region.work
         self.rows: dict[str, Op] = region.rows
         self.hopeless: set[tuple[int, int, str]] = region.hopeless
-        self.block = compat.transformers.module_of(fn)
-        """The block; None if unknown."""
-        self.looks_for_biases = True
-        """Whether this forward may still look up the biases of the block."""
+        self.needs_biases = LINEAR not in region.save
+        """Whether linear layers are rebuilt."""
+        self.biases: dict[int, torch.Tensor] = {}
+        """Autograd's sequence number, as in `packed_at` -> bias of the linear layer that ran then. Autograd holds no
+        frozen bias."""
         self.store = store
         self.stored: list[Stored] = []
         """The kept tensors that are stored elsewhere."""
@@ -143,9 +140,9 @@ class Tape:
                     running.norm_output = _NormOutput(weakref.ref(output), weakref.ref(replay))
         for stored in self.stored:
             stored.original = None
-        for collection in (self.values, self.inputs, self.offered, self.packed_at, self.stored):
+        for collection in (self.values, self.inputs, self.offered, self.packed_at, self.biases, self.stored):
             collection.clear()
-        self.replay = self.block = None
+        self.replay = None
 
     @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, tensor: torch.Tensor) -> Value | Inside:
@@ -158,6 +155,9 @@ class Tape:
         self.packed_at.add(number)
         leaf = tensor if type(tensor) is nn.Parameter else tensor._base
         if type(leaf) is nn.Parameter and leaf.is_leaf:
+            bias = compat.frames.bias_of_linear() if self.needs_biases and leaf.dim() == 2 else None
+            if bias is not None:
+                self.biases[number] = bias
             return Kept(tensor, self.work.block, is_leaf=True)
         if tensor.layout is not torch.strided:  # sparse tensors have no strides to compare
             return Kept(tensor, self.work.block)
@@ -257,8 +257,8 @@ class Tape:
                 operand = values[source]
             elif source[0] is not None:
                 operand = self.resolve(source)
-            elif row.bias_of and not place:
-                operand = self._frozen_bias(node, row.bias_of)
+            elif row.has_bias and not place:
+                operand = self._frozen_bias(node)
             else:  # needs no gradient: only what the node has saved can be known
                 operand = self._saved_operand(node, row.constants[place]) if place < len(row.constants) else None
             if operand is None:
@@ -286,21 +286,10 @@ class Tape:
             return operand
         return Kept(operand, self.work.block) if isinstance(operand, torch.Tensor) else None
 
-    def _frozen_bias(self, node: Any, weight_name: str) -> Value | None:
-        """Return the value of the bias that belongs to the weight that a node saved; None if unknown.
-
-        Autograd does not hold a frozen bias.
-        """
-        weight = getattr(node, f"_saved_{weight_name}") if self.may_read(node) else None
-        if not isinstance(weight, torch.Tensor):  # the node has not saved it: its input needs no gradient
-            return None
-        whole = weight if weight._base is None else weight._base
-        known, bias = self.region.biases.get(id(whole), (None, None))
-        if known is not whole and self.block is not None and self.looks_for_biases:
-            self.looks_for_biases = False  # once a forward: FSDP2 runs a block on other parameters than it lists
-            self.region.biases = biases(self.block)
-            known, bias = self.region.biases.get(id(whole), (None, None))
-        return Kept(bias, self.work.block) if bias is not None and known is whole else None
+    def _frozen_bias(self, node: Any) -> Value | None:
+        """Return the value of the bias of the linear layer that made a node; None if unknown."""
+        bias = self.biases.get(node._sequence_nr() + 1)
+        return None if bias is None else Kept(bias, self.work.block, address=self.region.reaches_back)
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
         """If a float32 tensor was cast up from 16 bits, keep those bits: exact, and half the size. Else return None."""
