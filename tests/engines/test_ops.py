@@ -20,6 +20,27 @@ def _qkv(x):
     return [x.view(2, 8, 4, 4).transpose(1, 2) * factor for factor in (1.0, 0.5, 2.0)]
 
 
+def _overrideable(query, key, value, mask=None, dropout=0.0, is_causal=False, debug=False, *, scale=None):
+    """What a device of its own may do as its fused attention."""
+    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, is_causal, attn_mask=mask, scale=scale
+    )
+    nothing = torch.empty(0)
+    return output, logsumexp, nothing, nothing, 8, 8, nothing, nothing, nothing
+
+
+def _overrideable_backward(gradient, query, key, value, mask, wanted, output, logsumexp, *rest, scale=None):
+    *_, dropout, is_causal, _, _ = rest
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, logsumexp, dropout, is_causal, attn_mask=mask, scale=scale
+    )
+    return *gradients, None
+
+
+OVERRIDEABLE = torch.library.Library("aten", "IMPL")
+OVERRIDEABLE.impl("_scaled_dot_product_fused_attention_overrideable", _overrideable, "CPU")
+OVERRIDEABLE.impl("_scaled_dot_product_fused_attention_overrideable_backward", _overrideable_backward, "CPU")
+
 # Node, and sometimes a constant that its row must read -> a function whose product saves the node's result, which must
 # then be rebuilt. `y` is saved by itself first.
 TOYS = {
@@ -76,6 +97,9 @@ TOYS = {
     "SoftmaxBackward0": lambda y: torch.softmax(y, -1) * 2.0,
     "SafeSoftmaxBackward0": lambda y: torch.ops.aten._safe_softmax(y, -1) * 2.0,
     "ScaledDotProductFlashAttentionForCpuBackward0": lambda y: functional.scaled_dot_product_attention(*_qkv(y)),
+    "ScaledDotProductFusedAttentionOverrideableBackward0": lambda y: (
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(*_qkv(y), scale=0.3)[0]
+    ),
     "GeluBackward0: exact": functional.gelu,
     "ClampBackward1: from above": lambda y: y.clamp(max=0.1),
     "MulBackward0: a number": lambda y: y * 3.3,
@@ -104,6 +128,11 @@ TOYS = {
     ),
     "ScaledDotProductFlashAttentionForCpuBackward0: masked": lambda y: functional.scaled_dot_product_attention(
         *_qkv(y), attn_mask=torch.linspace(-1, 1, 64, dtype=y.dtype).view(1, 1, 8, 8).expand(2, 4, 8, 8)
+    ),
+    "ScaledDotProductFusedAttentionOverrideableBackward0: masked": lambda y: (
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(
+            *_qkv(y), torch.linspace(-1, 1, 64, dtype=y.dtype).view(1, 1, 8, 8).expand(2, 4, 8, 8)
+        )[0]
     ),
 }
 

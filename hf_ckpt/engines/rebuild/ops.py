@@ -368,6 +368,14 @@ OPS: dict[str, Op] = {
         reads=True,
         operands=3,  # the bias is an input, too, and the node saves it
     ),
+    # The kernels of XPU, and of devices that torch does not know (PrivateUse1), such as NPUs.
+    "ScaledDotProductFusedAttentionOverrideableBackward0": Op(
+        ATTENTION,
+        _attention("_scaled_dot_product_fused_attention_overrideable", mask="attn_bias"),
+        ("query", "key", "value"),
+        reads=True,
+        operands=3,
+    ),
     "ScaledDotProductCudnnAttentionBackward0": Op(
         ATTENTION,
         _attention("_scaled_dot_product_cudnn_attention", mask="attn_bias", extra=("compute_log_sumexp",)),
