@@ -132,8 +132,9 @@ class ChangedBlockError(BlockError):
     """A block cannot be recomputed, because it was changed between forward and backward."""
 
     advice = (
-        "Backward runs the block, or a part of it, again and needs it as it was. Run backward first, or leave this "
-        'block out by a rule (`{"layers": ..., "policy": "none"}`).'
+        "Backward runs the block, or a part of it, again and needs it as it was; a head in chunks runs wherever its "
+        "logits are used. Run backward first, or leave this block out by a rule "
+        '(`{"layers": ..., "policy": "none"}`), the head by `"head": "full"`.'
     )
 
     def __init__(self, block: str, change: str) -> None:

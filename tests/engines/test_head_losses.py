@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_ckpt.engines.head.logits import Logits, chunked, tokens_per_chunk
-from hf_ckpt.errors import DoubleBackwardError, HfCkptError
+from hf_ckpt.errors import ChangedBlockError, DoubleBackwardError, HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 
 TOKENS, HIDDEN, WORDS = (3, 7), 8, 50
@@ -322,18 +322,68 @@ def test_changes_in_place_that_cannot_be_followed_are_refused(work):
     work(head(hidden) * 1)
 
 
-def test_logits_after_the_optimizers_step_are_refused():
+def set_data(head):
+    head.weight.data = head.weight.data * 2
+
+
+def step_fused(head):
+    head.weight.grad = torch.ones_like(head.weight)
+    torch.optim.AdamW([head.weight], fused=True).step()
+
+
+OVERWRITES = [
+    lambda head: head.weight.detach().add_(1),
+    lambda head: head.weight.data.mul_(2),  # neither version nor address move, as for a fused optimizer
+    set_data,
+    step_fused,
+]
+
+
+@pytest.mark.trap(77)
+@pytest.mark.parametrize("overwrite", OVERWRITES, ids=["in place", "data in place", "data", "fused optimizer"])
+def test_logits_after_the_optimizers_step_are_refused(overwrite):
     head, hidden = toy()
     used, late = lazy(head, hidden), lazy(head.requires_grad_(False), hidden)
     expected = used.sin()
     loss, rows = loss_of()(late), late.logsumexp(-1).sum()
-    with torch.no_grad():
-        head.weight.add_(1)
+    overwrite(head)
     for use in (torch.argmax, torch.sin, loss_of(reduction="none"), lambda logits: rows.backward()):
-        with pytest.raises(HfCkptError, match="parameters of the head had changed"):
+        with pytest.raises(ChangedBlockError, match=r'head.*`weight` was overwritten.*"head": "full"'):
             use(late)
     loss.backward()  # its gradients were computed in the forward
     assert torch.equal(used.sin(), expected)
+
+
+@pytest.mark.parametrize("work", [loss_of, lambda labels, **_: lambda logits: logits.gather(-1, labels[..., None])])
+def test_labels_that_are_overwritten_before_backward_are_refused(work):
+    labels = LABELS.clone()
+    loss = work(labels, reduction="none")(lazy(*toy())).sum()
+    labels.zero_()
+    with pytest.raises(ChangedBlockError, match="labels"):
+        loss.backward()
+
+
+ASKED_LATE = {
+    "hook": lambda logits, loss: logits.register_hook(print),
+    "retained": lambda logits, loss: logits.retain_grad(),
+    "gradient": lambda logits, loss: torch.autograd.grad(loss + logits.square().sum(), logits),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED_LATE)
+def test_gradients_of_logits_that_would_miss_a_loss_are_refused(ask):
+    """Those of logits that this loss was not computed from are right."""
+    head, hidden = toy()
+    found = []
+    for logits in (head(hidden), lazy(head, hidden)):
+        part, rest = logits[:, :-1], logits[:, 1:]
+        loss = functional.cross_entropy(part.reshape(-1, WORDS), LABELS[:, 1:].reshape(-1))
+        rest.retain_grad()
+        found.append(torch.autograd.grad(loss + rest.square().sum(), rest, retain_graph=True)[0])
+    assert torch.equal(*found)
+    for late in (part, logits):
+        with pytest.raises(HfCkptError, match=r'gradient of logits whose loss .*"head": "full"'):
+            ASKED_LATE[ask](late, loss)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt.engines.head.logits import Logits
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import ChangedBlockError, HfCkptError
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 
@@ -134,6 +134,81 @@ def test_logits_that_the_user_keeps():
     for found in (got.logits.detach().cpu(), got.logits, pickle.loads(pickle.dumps(got.logits.detach()))):
         assert torch.equal(found + 0, expected.logits)
     assert got.logits.detach().numpy().sum() == expected.logits.detach().numpy().sum()
+
+
+# --- what changes behind the head -------------------------------------------------------------------------------------
+
+
+def forward(model, **arguments):
+    return model(**arguments).logits
+
+
+def with_other_weights(model, **arguments):
+    """As MAML does: the weights of this forward are computed, and gone when it has ended."""
+    weights = {"lm_head.weight": model.lm_head.weight * 2}
+    return torch.func.functional_call(model, weights, kwargs=arguments).logits
+
+
+def as_reference(model, **arguments):
+    """As DPO does, but with a gradient."""
+    with model.disable_adapter():
+        return model(**arguments).logits
+
+
+def replace_weight(model):
+    old = vocabulary_head(model).weight
+    vocabulary_head(model).weight = nn.Parameter(old.detach() * 2, requires_grad=old.requires_grad)
+
+
+def set_another_adapter(model):
+    model.add_adapter("other", model.peft_config["default"])
+    model.set_adapter("other")
+
+
+SWITCHES = {
+    "weight": ("all", forward, replace_weight),
+    "frozen weight": ("frozen head", forward, replace_weight),
+    "weights of a call": ("all", with_other_weights, lambda model: None),
+    "reference": ("lora", as_reference, lambda model: None),
+    "scaling": ("lora", forward, lambda model: vocabulary_head(model).scaling.update(default=8.0)),
+    "adapters off": ("lora", forward, lambda model: model.base_model.disable_adapter_layers()),
+    "another adapter": ("lora", forward, set_another_adapter),
+}
+
+
+@pytest.mark.compat
+@pytest.mark.trap(77)
+@pytest.mark.parametrize("early", [True, False], ids=["before the loss", "before backward"])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_head_runs_as_it_was_in_the_forward(name, early, whole):
+    how, run, switch = SWITCHES[name]
+    batch, found = batch_of("llama"), []
+    words = batch["labels"].unsqueeze(-1)
+    for prepare in (lambda model: model, on):
+        model = prepare(model_of("llama", how=how, tie_word_embeddings=False))
+        model.get_input_embeddings().requires_grad_(True)  # gets its gradient through the head
+        logits = run(model, input_ids=batch["input_ids"], use_cache=False)
+        parameters = {key: each for key, each in model.named_parameters() if each.requires_grad}
+        if early:
+            switch(model)
+        loss = (logits.gather(-1, words).squeeze(-1) - logits.logsumexp(-1)).mean()  # backward runs the head again
+        if not early:
+            switch(model)
+        now = dict(vocabulary_head(model).named_parameters())
+        loss.backward()
+        assert all(each is now[key] for key, each in vocabulary_head(model).named_parameters())
+        found.append({"loss": loss.detach(), **{key: each.grad for key, each in parameters.items()}})
+    assert_near(*found)
+    assert calls(model) == 1
+    assert not whole
+
+
+def test_adapters_that_are_merged_before_backward_are_refused():
+    model = on(model_of("llama", how="lora"))
+    loss = forward(model, **without_cache(model, batch_of("llama"))).logsumexp(-1).sum()
+    model.merge_adapter()
+    with pytest.raises(ChangedBlockError, match="'head': adapters were merged"):
+        loss.backward()
 
 
 # --- on a model -------------------------------------------------------------------------------------------------------

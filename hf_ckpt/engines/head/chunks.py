@@ -7,17 +7,20 @@ computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise b
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.seen import version_of
-from hf_ckpt.errors import DoubleBackwardError, HfCkptError
+from hf_ckpt.engines.seen import Seen
+from hf_ckpt.engines.state import ForwardState, Settings
+from hf_ckpt.errors import ChangedBlockError, DoubleBackwardError
 
+Result = TypeVar("Result")
 RowOperation = Callable[[torch.Tensor], torch.Tensor]
 """An operation on logits [tokens, vocabulary] that treats each row independently."""
 Work = Callable[[torch.Tensor, slice], torch.Tensor]
@@ -25,10 +28,23 @@ Work = Callable[[torch.Tensor, slice], torch.Tensor]
 Form = str | Callable[[], torch.Tensor]
 PIECE = 2**22
 """Values of a weight's gradient that are added at once, so that there is no second gradient for a chunk's product."""
+SAMPLED = 4096
+"""How many values of each parameter are compared before the head runs again."""
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy values from all over a tensor, about `SAMPLED`, as bytes: NaN equals nothing."""
+    flat = tensor.detach().reshape(-1)
+    step = len(flat) // SAMPLED | 1  # odd, for values of all columns
+    return flat[::step].clone().view(torch.uint8)
 
 
 class HeadCall:
-    """One call of the head, and how to run it again on some of its tokens.
+    """One call of the head, and how to run it again on some of its tokens, as the head was at the call.
+
+    Logits are computed where they are used, and by then the head may be another: an optimizer has stepped, adapters
+    were switched, or `torch.func.functional_call` has ended and has taken its weights with it. `ForwardState` restores
+    what can be restored. Values that are gone are refused.
 
     Args:
         module: the head.
@@ -41,9 +57,14 @@ class HeadCall:
         self.run, self.tokens = run, tokens
         self.when_read_whole: Callable[[str, int], None] = lambda function, size: None
         """Called with the name of a function that needs all logits, and their bytes."""
+        self.numbers = itertools.count()
+        self.bypassed: set[int] = set()
+        """Numbers of the logits whose own gradient would miss a part: a loss of them was computed in chunks."""
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.versions = [(tensor, version_of(tensor)) for tensor in (hidden.detach(), *module.parameters())]
-        """The head's input and all its parameters, with their in-place versions at the call."""
+        self.hidden = Seen(hidden.detach())
+        self.state = ForwardState("head", module, Settings(module), whole=True, keeps_draws=False)
+        self.samples = [(p, _sample(p)) for p in module.parameters() if type(p.data) is torch.Tensor]
+        """Each parameter whose values can be read, and some of its values at the call."""
         self.linear: nn.Linear | None = None
         """The head, if it is a linear layer whose weight is neither quantised nor computed."""
         if isinstance(module, nn.Linear) and type(module) is nn.Linear:
@@ -67,14 +88,20 @@ class HeadCall:
         for start in range(0, max(rows, 1), self.tokens):
             yield slice(start, min(start + self.tokens, rows))
 
-    def check(self) -> None:
-        """Raise `HfCkptError` if the input or a parameter of the head was changed in place since its call."""
-        if any(version_of(tensor) != version for tensor, version in self.versions):
-            raise HfCkptError(
-                "logits of a training forward were asked for after the input or the parameters of the head had changed "
-                "(by an optimizer's step?), which the chunked head would compute with the new ones. Ask for them "
-                'before, or use "head": "full".'
-            )
+    def again(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call `function`, which runs the head, in the state of this call.
+
+        Raises `ChangedBlockError` if the input of the head, or a parameter that it uses, was overwritten since.
+        """
+        if self.hidden.is_overwritten:
+            raise ChangedBlockError(self.state.name, "its input was overwritten")
+        # Fused optimizers, and changes of `parameter.data` in place, leave the version where it was. A comparison waits
+        # for the device, which is not possible while a CUDA graph is captured.
+        for parameter, values in () if compat.devices.is_capturing() else self.samples:
+            if not torch.equal(_sample(parameter), values):
+                torch.autograd.graph.increment_version(parameter)
+        result: Result = self.state.recompute(function, args)
+        return result
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> Any:
@@ -101,7 +128,6 @@ def differentiated(
         the sum of all results, and the gradients of `hidden` and of the parameters of the call, with None for those
         without. Gradients of parameters are summed over chunks in at least float32.
     """
-    call.check()
     linear = call.linear
     of_hidden = torch.zeros_like(hidden) if wants_input else None
     sums: dict[int, torch.Tensor] = {}  # by the number of the parameter
@@ -170,9 +196,10 @@ class InChunks(torch.autograd.Function):
             return form()
         if form == "sum" and any(ctx.needs_input_grad) and call.like.dtype != torch.float16:
             # Not in float16, where gradients underflow if they are computed before the loss is scaled.
-            total, ctx.gradients = differentiated(call, work, hidden, ctx.needs_input_grad[3])
+            total, ctx.gradients = call.again(differentiated, call, work, hidden, ctx.needs_input_grad[3])
             return total
-        rows = torch.cat([work(call.logits(hidden[chunk]), chunk) for chunk in call.chunks(len(hidden))])
+        chunks = call.chunks(len(hidden))
+        rows = call.again(lambda: torch.cat([work(call.logits(hidden[chunk]), chunk) for chunk in chunks]))
         return rows.sum(dtype=torch.promote_types(rows.dtype, torch.float32)) if form == "sum" else rows
 
     @staticmethod
@@ -187,7 +214,7 @@ class InChunks(torch.autograd.Function):
         rows = (gradient.expand(len(flat)) if ctx.form == "sum" else gradient).reshape(len(flat), *trailing)
         found, ctx.gradients = ctx.gradients, None
         if found is None:  # rows, float16, or a second backward
-            _, found = differentiated(ctx.call, ctx.work, flat, ctx.needs_input_grad[3], rows)
+            _, found = ctx.call.again(differentiated, ctx.call, ctx.work, flat, ctx.needs_input_grad[3], rows)
         else:
             found = [None if value is None else value.mul_(gradient) for value in found]
         for number, (value, like) in enumerate(zip(found, [hidden, *parameters], strict=True)):

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from hf_ckpt import compat
 from hf_ckpt.engines.head.chunks import HeadCall, InChunks, RowOperation, Work, autocast
-from hf_ckpt.engines.seen import version_of
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.engines.seen import Seen, version_of
+from hf_ckpt.errors import ChangedBlockError, HfCkptError
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ DESCRIBING = frozenset(
     )
 )
 """Functions and attributes that need a tensor's shape, type, device or graph, but no values."""
+HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
+BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward))
 
 
 def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
@@ -104,6 +106,8 @@ class Logits(torch.Tensor):
     """Computed values of all logits that would share memory with these, with their in-place versions then."""
     computed: torch.Tensor | None
     """All values, once something has needed them; else None."""
+    line: tuple[int, ...]
+    """Numbers of the logits that these were derived from, and their own as the last. Each call counts anew."""
 
     @classmethod
     def make(
@@ -114,12 +118,14 @@ class Logits(torch.Tensor):
         like: torch.Tensor,
         shared: Shared,
         graph: bool,
+        line: tuple[int, ...] = (),
     ) -> Logits:
         """Make logits; with the place of plain logits in autograd's graph, if `graph`."""
         shape = (*hidden.shape[:-1], like.shape[-1])
         logits: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         logits.call, logits.hidden, logits.operations = call, hidden if graph else hidden.detach(), operations
         logits.like, logits.shared, logits.computed = like, shared, None
+        logits.line = (*line, next(call.numbers))
         work = logits.work(lambda values: values)
         # The function returns the same object, with a graph.
         return InChunks.apply(call, work, lambda: logits, hidden, *call.parameters) if graph else logits  # type: ignore
@@ -135,6 +141,7 @@ class Logits(torch.Tensor):
         """Return the tensors that get gradients from these logits: hidden states and parameters of the head."""
         if self.grad_fn is None or not torch.is_grad_enabled():
             return (self.hidden.detach(),)
+        self.call.bypassed.update(self.line)
         return (self.hidden, *self.call.parameters)
 
     def in_its_place(self) -> bool:
@@ -145,15 +152,20 @@ class Logits(torch.Tensor):
     def work(self, function: Callable[..., torch.Tensor], beside: torch.Tensor | None = None) -> Work:
         """Make a function that applies `function` to the values of a chunk, and to its rows of `beside` if given.
 
-        It runs under the autocast of now, also in backward.
+        It runs under the autocast of now, also in backward, and raises `ChangedBlockError` if `beside` has changed.
         """
         device_type, operations = self.call.device_type, self.operations
         dtype = compat.devices.autocast_dtype(device_type)
+        seen = None if beside is None else Seen(beside.detach())
 
         def work(values: torch.Tensor, chunk: slice) -> torch.Tensor:
             with autocast(device_type, dtype):
                 values = _applied(operations, values)
-                return function(values) if beside is None else function(values, beside[chunk])
+                if seen is None:
+                    return function(values)
+                if seen.is_overwritten:
+                    raise ChangedBlockError("head", "the labels, or what else its logits met, were overwritten")
+                return function(values, seen.tensor[chunk])
 
         return work
 
@@ -166,13 +178,11 @@ class Logits(torch.Tensor):
                     "logits were changed in place after a part of them was taken, which the chunked head cannot "
                     'follow. Use "head": "full", or change a copy.'
                 )
-        if self.computed is None:
-            self.call.check()
 
     def values(self) -> torch.Tensor:
         """Return all values, which the plain head computes at the first call; backward runs it in chunks.
 
-        Raises `HfCkptError` if something has changed since the head was called; see `check`.
+        Raises `HfCkptError` if something has changed since the head was called; see `check` and `HeadCall.again`.
         """
         self.check()
         if self.computed is None:
@@ -203,7 +213,7 @@ class Logits(torch.Tensor):
 
     def flat_values(self) -> torch.Tensor:
         """Compute all values, [tokens, vocabulary]."""
-        values = self.call.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
+        values = self.call.again(self.call.logits, self.hidden.reshape(-1, self.hidden.shape[-1]))
         return self.work(lambda values: values)(values, slice(None))
 
     def derived(self, hidden: torch.Tensor, operation: RowOperation | None = None, *, graph: bool = True) -> Logits:
@@ -213,12 +223,14 @@ class Logits(torch.Tensor):
             with torch.no_grad():
                 operations, like, shared = (*operations, operation), operation(like), []
         graph = graph and self.grad_fn is not None and torch.is_grad_enabled()
-        return Logits.make(self.call, hidden, operations, like, shared, graph)
+        return Logits.make(self.call, hidden, operations, like, shared, graph, self.line)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if func in HOOKS or func in BACKWARDS:
+            _refuse_bypassed(func, args[:1] if func in HOOKS else (args[1:], kwargs.get("inputs")))
         if isinstance(first, Logits) and first.computed is None:
             if func in DESCRIBING:
                 with compat.torch.without_torch_function():
@@ -250,6 +262,19 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient.view(ctx.shape)
+
+
+def _refuse_bypassed(func: Any, targets: Any) -> None:
+    """Raise `HfCkptError` if a function asks for gradients of logits (`targets`) that a loss in chunks never computes.
+
+    Such a loss sends its gradients straight to the hidden states and the parameters.
+    """
+    leaves = (leaf for leaf in compat.torch.tree_leaves(targets) if isinstance(leaf, Logits))
+    if any(leaf.line[-1] in leaf.call.bypassed for leaf in leaves):
+        raise HfCkptError(
+            f"`{torch.overrides.resolve_name(func) or func.__name__}` asked for the gradient of logits whose loss was "
+            'computed in chunks before, so that it has none. Ask before the loss is computed, or use "head": "full".'
+        )
 
 
 def _applied(operations: Operations, values: torch.Tensor) -> torch.Tensor:
@@ -354,7 +379,8 @@ def _product(func: Any, logits: Logits, other: Any, **more: Any) -> Any:
         return NotImplemented
     other.check()
     first, second = logits.operations, other.operations
-    plain = Logits.make(logits.call, logits.hidden, (), logits.call.like, [], graph=logits.requires_grad)
+    lines = (*logits.line, *other.line)
+    plain = Logits.make(logits.call, logits.hidden, (), logits.call.like, [], graph=logits.requires_grad, line=lines)
     return plain.derived(plain.hidden, lambda values: func(_applied(first, values), _applied(second, values)))
 
 
