@@ -275,7 +275,7 @@ class HeadForward(ModelHook):
             self.counter.last = f"chunks of {result.call.tokens} tokens"
             result.call.when_read_whole = self.counter.read_whole
         else:
-            self.counter.last = "as a whole, because it is one chunk"
+            self.counter.last = "as a whole, because chunks of so few tokens would need no less"
         return result
 
 

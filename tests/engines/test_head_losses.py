@@ -395,6 +395,22 @@ def test_how_many_tokens_a_chunk_has():
     assert tokens_per_chunk("auto", 10**6, trained=True) == 4096
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 320), (torch.bfloat16, 300), (torch.bfloat16, 600)])
+def test_auto_runs_few_tokens_as_a_whole_if_that_needs_less(dtype, tokens, trained):
+    head = nn.Linear(512, 4000, dtype=dtype).requires_grad_(trained)
+    hidden = torch.randn(tokens, 512, dtype=dtype, requires_grad=True)
+    peaks = {}
+    for asked in (256, tokens, "auto"):
+        with LiveBytes(head, {"hidden": hidden}) as live:
+            logits = chunked(head, lambda given: nn.Linear.forward(head, given), hidden, asked)
+            functional.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long)).backward()
+            peaks[asked] = live.peak_bytes - live.start_bytes
+        head.weight.grad = head.bias.grad = hidden.grad = None
+    assert peaks["auto"] == min(peaks.values())
+    assert (type(logits) is Logits) == (tokens > 320 or not trained)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_nothing_stays_alive(autocast, whole):
     """Gradients are computed before the backward, but freed with the loss, even with the garbage collector off."""

@@ -58,6 +58,19 @@ def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
     return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
 
 
+def needs_less_whole(call: HeadCall, tokens: int) -> bool:
+    """Whether the head and its loss need less memory on all tokens at once.
+
+    At the peak of a plain head, its loss holds the logits, and copies in float32: the cast, log-probabilities and their
+    gradient. Chunks hold these for one chunk, but also the sum of all gradients of the head's parameters in float32,
+    and cast it to the parameters' type in the end.
+    """
+    of_a_token = call.like.shape[-1] * (call.like.element_size() + 3 * 4)
+    trained = sum(parameter.numel() for parameter in call.parameters)
+    cast = sum(parameter.nbytes for parameter in call.parameters if parameter.element_size() < 4)
+    return tokens * of_a_token <= 4 * trained + max(call.tokens * of_a_token, cast)
+
+
 def why_whole(head: nn.Module) -> str | None:
     """Return why a head cannot run in chunks now; None if it can."""
     modules = list(head.modules())
@@ -72,7 +85,7 @@ def why_whole(head: nn.Module) -> str | None:
 
 
 def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str) -> torch.Tensor:
-    """Run a head in chunks: return `Logits`, or plain logits if there is only one chunk.
+    """Run a head in chunks: return `Logits`, or plain logits if chunks would not need less.
 
     Args:
         module: the head.
@@ -81,10 +94,13 @@ def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: i
         asked: tokens per chunk, or `auto`.
     """
     trained = any(parameter.requires_grad for parameter in module.parameters())
-    tokens = tokens_per_chunk(asked, hidden.shape[:-1].numel(), trained=trained)
-    if hidden.shape[:-1].numel() <= tokens:
+    all_tokens = hidden.shape[:-1].numel()
+    tokens = tokens_per_chunk(asked, all_tokens, trained=trained)
+    if all_tokens <= tokens:
         return run(hidden)
     call = HeadCall(module, run, hidden, tokens)
+    if asked == "auto" and needs_less_whole(call, all_tokens):
+        return run(hidden)
     return Logits.make(call, hidden, (), call.like, [], graph=True)
 
 
