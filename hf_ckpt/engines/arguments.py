@@ -25,8 +25,6 @@ FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter
 """Types of most arguments. Nothing is copied there."""
 CONTAINERS = (list, dict, set, collections.deque, bytearray, numpy.ndarray)
 """Types that are copied with `copy.copy`."""
-_ITERATORS = frozenset(map(type, map(iter, ((), [], {}, {}.values(), {}.items(), set(), range(0)))))
-"""Types of iterators whose copies do not share a position. Those of `zip` and `map` do, and generators have no copy."""
 _SHARED = (nn.Module, type, enum.Enum)
 """Types of objects that a recomputation uses as they are."""
 
@@ -141,7 +139,7 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[[Any], Any] = lamb
     if isinstance(value, tuple):
         items = [copied(item, copies, leaf) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, Iterator) and type(value) not in _ITERATORS:
+    if isinstance(value, Iterator):
         raise TypeError(f"a {type(value).__name__} can be read only once")
     duplicate = _copy_of(value)
     copies[id(value)] = duplicate
@@ -165,6 +163,6 @@ def _copy_of(value: Any) -> Any:
     try:
         return copy.copy(value)
     except Exception as error:  # a class may raise anything in `__copy__` or `__reduce__`
-        if isinstance(value, (*CONTAINERS, Iterator)):
+        if isinstance(value, CONTAINERS):
             raise TypeError(f"{type(value).__name__}: {reason_of(error)}") from error
         return value

@@ -18,7 +18,6 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import CONTAINERS, copied
-from hf_ckpt.engines.seen import Seen
 from hf_ckpt.models.blocks import routers
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, numpy.generic, torch.dtype, torch.device)
@@ -28,8 +27,8 @@ _INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.Paramet
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | set(compat.transformers.SWITCHES)
 """Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those that switch
 checkpointing, because a block's function refers to its settings."""
-_MOST_COPIED = 2**20
-"""Bytes of the largest buffer that is copied although no forward has written it yet."""
+_SMALL_BYTES = 2**18
+"""The largest buffer that is copied although no forward has changed it yet."""
 
 Place = tuple[int, str]
 """Number of one of the dicts of `Settings.dicts`, and a key in it."""
@@ -55,9 +54,7 @@ class Settings:
         self.state: list[Place] = []
         """Buffers, and tensors that are attributes: a forward may replace them or change them in place."""
         self.changing: set[Place] = set()
-        """Those that a forward has changed in place. Each forward copies them first."""
-        self.copies: dict[Place, tuple[Seen, torch.Tensor]] = {}
-        """A tensor of `state` that no forward has changed yet, and its values, for the first forward that does."""
+        """Those that a forward has changed in place."""
         self.written: set[Place] | None = None
         """Parameters that the first forward itself wrote to, such as a router's weight that PEFT adapts: a write to
         them does not count as a change. None before the first forward."""
@@ -135,21 +132,12 @@ class Settings:
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
             return False
 
-    def copy_before(self, place: Place, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values that a tensor of `state` has before a forward; None if it is not copied.
+    def copies_always(self, place: Place, tensor: torch.Tensor) -> bool:
+        """Whether each forward copies a tensor of `state`: it is small, or a forward has changed it before.
 
-        Most buffers never change, so small ones are copied once, and large ones and masks only in the first forward.
+        Masks are copied in the first forward only, because no module is known that changes one.
         """
-        if place in self.changing or self.written is None:
-            return tensor.detach().clone()
-        seen, values = self.copies.get(place, (None, None))
-        if seen is not None and seen.tensor is tensor and not seen.is_overwritten:
-            return values
-        if tensor.dtype is torch.bool or tensor.nbytes > _MOST_COPIED or tensor.grad_fn is not None:
-            return None
-        copied = tensor.detach().clone()
-        self.copies[place] = Seen(tensor), copied
-        return copied
+        return place in self.changing or (tensor.nbytes <= _SMALL_BYTES and tensor.dtype is not torch.bool)
 
 
 def is_ignored(key: Any) -> bool:

@@ -44,7 +44,7 @@ class _Stored(NamedTuple):
     place: Place
     seen: Seen
     values: torch.Tensor | None
-    """A copy of its values; None if there is none, because no forward has changed it so far."""
+    """A copy of its values; None if there is none, because it is large and no forward has changed it so far."""
 
 
 class _Held(NamedTuple):
@@ -120,7 +120,8 @@ class ForwardState:
         for place in settings.state:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
-                values = settings.copy_before(place, tensor)
+                is_copied = settings.written is None or settings.copies_always(place, tensor)
+                values = tensor.detach().clone() if is_copied else None
                 self.stored.append(_Stored(place, Seen(_without_graph(tensor)), values))
         copies: dict[int, Any] = {}
         for place in settings.containers:
@@ -154,12 +155,9 @@ class ForwardState:
         settings.changing.update(each.place for each in self.stored if _has_changed(each))
         settings.written = set(self._overwritten(settings))
         # Copies of large buffers that this forward did not change are freed.
-        self.stored = [
-            each
-            if each.place in settings.changing
-            else each._replace(values=settings.copy_before(each.place, each.seen.tensor))
-            for each in self.stored
-        ]
+        for number, (place, seen, _) in enumerate(self.stored):
+            if not settings.copies_always(place, seen.tensor):
+                self.stored[number] = _Stored(place, seen, None)
 
     def refuse_overwritten_inputs(self) -> None:
         """Raise `ChangedBlockError` if a tensor that the block was given has been overwritten since."""

@@ -410,10 +410,6 @@ def counts_in_given_bytes(block, hidden, given):
     return scaled(block, hidden, float(given[0]))
 
 
-def takes_the_next(block, hidden, given):
-    return work(block, hidden, next(given))
-
-
 def takes_the_last(block, hidden, given):
     return work(block, hidden, given.pop(0))
 
@@ -434,7 +430,6 @@ OBJECTS = {
     "a deque": (takes_from_a_deque, lambda: collections.deque(shifts())),
     "a numpy array": (counts_in_a_given_array, lambda: numpy.zeros(2)),
     "a bytearray": (counts_in_given_bytes, lambda: bytearray(2)),
-    "an iterator": (takes_the_next, lambda: iter(shifts())),
     "a list that contains itself": (takes_the_last, endless),
 }
 
@@ -449,8 +444,7 @@ def test_an_object_that_a_block_is_given_is_changed_once(name, engine):
         model, given = plan(custom_model(run)), make()
         loss = model(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)), given).square().mean()
         loss.backward()
-        left = next(given, "nothing") if name == "an iterator" else str(getattr(given, "calls", given))
-        found.append((outcome(model, loss), left))
+        found.append((outcome(model, loss), str(getattr(given, "calls", given))))
     (expected, left), (got, left_by_ours) = found
     assert_same(expected, got)
     assert left_by_ours == left
@@ -462,7 +456,7 @@ class NoCopies(dict):
         raise TypeError("it has no copy")
 
 
-@pytest.mark.parametrize("given", [NoCopies(shift=1), zip(shifts())], ids=["dict", "zip"])
+@pytest.mark.parametrize("given", [NoCopies(shift=1), iter(shifts())], ids=["a dict", "an iterator"])
 def test_what_has_no_copy_is_refused_by_name(given):
     model = planned(custom_model(lambda block, hidden, given: work(block, hidden, None)), "full")
     with pytest.raises(HfCkptError, match=r"block 'layers\.0' is given a value that cannot be copied"):
