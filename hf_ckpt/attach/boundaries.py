@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.head.logits import auto_helps
 
 Mark = Callable[[str, str, bool], None]
 """Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether the block's
 input, or its output, requires gradients)."""
+Gone = Callable[[], None] | None
 
 
 class Boundaries:
@@ -30,10 +32,11 @@ class Boundaries:
         mark: see `Mark`. Threads take turns to call it.
         gone: called when the autograd graphs of all forwards are gone: after the backward, or because the step ended
             without one.
+        head: the projection onto the vocabulary, for `chunks_help`; None for models without one.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], mark: Mark | None, gone: Callable[[], None] | None = None
+        self, blocks: Mapping[str, nn.Module], mark: Mark | None, gone: Gone = None, head: nn.Module | None = None
     ) -> None:
         self._mark = mark
         self._gone = gone
@@ -42,7 +45,10 @@ class Boundaries:
         self._lock = threading.Lock()
         self._inside: str | None = None
         self._in_backward = False
-        self._handles: list[Any] = []
+        self.chunks_help = False
+        """Whether the step called the head, and would need less memory with `"head": "auto"`. The losses of TRL use the
+        head's weight and never call it."""
+        self._handles: list[Any] = [] if head is None else [head.register_forward_hook(self._sees_head)]
         for name, module in blocks.items():
             before, after = functools.partial(self._at, name, False), functools.partial(self._at, name, True)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
@@ -96,6 +102,12 @@ class Boundaries:
                 graphs = self._graphs()  # this hook belongs to the graph, and holds them as long as that exists
                 begins: Any = lambda gradient, held=graphs: self._begins_backward(name)  # noqa: E731
                 hidden.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    def _sees_head(self, head: nn.Module, args: Any, logits: Any) -> None:
+        if compat.torch.is_compiling() or self._mark is None or not isinstance(logits, torch.Tensor):
+            return
+        if torch.is_grad_enabled():  # not if text is generated
+            self.chunks_help = auto_helps(head, logits)
 
     def _begins_backward(self, name: str) -> None:
         if self._mark is None or compat.torch.is_compiling():

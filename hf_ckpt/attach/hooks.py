@@ -212,6 +212,7 @@ class PassHook(ModelHook):
             if record.heads.missed == 2:  # not the first: a forward may have failed on its way to the head
                 why = "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in own tiles)"
                 warn_plain(f"the head of {type(self.base).__name__}", why)
+                record.heads.last = "none, because nobody calls it"
             record.heads.missed += 1
         if not record.functions.made or (self._checked is not None and self._checked() is module):
             return

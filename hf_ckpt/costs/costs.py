@@ -131,6 +131,8 @@ class Costs:
     optimizer_nanoseconds: int = 0
     head_tokens: int | str = "full"
     """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
+    chunks_help: bool = False
+    """Whether the head ran as a whole, and `"head": "auto"` would lower what it needs: see `Boundaries.chunks_help`."""
     notes: tuple[str, ...] = ()
     """Remarks on the origin of the figures, for example that times were measured."""
 

@@ -20,7 +20,7 @@ from hf_ckpt.forecast.model import ShallowModel, model_of_workload, quantisation
 from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, OF_THE_PLAN, Question, on_device, question, words_of
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
-from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.families import GENERIC
 from hf_ckpt.planner.budgets import choice_within, frontier, peak_of_least, plan_of, plan_within
 from hf_ckpt.planner.segments import in_segments
@@ -150,7 +150,7 @@ class Forecaster:
         parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
         parts |= dict(moving)
         notes, of_head = costs.notes, moving[-1][1]
-        if course.is_heads and plan.head == "full" and of_head > parts["kept for backward"]:
+        if course.is_heads and costs.chunks_help and of_head > parts["kept for backward"]:
             size = format_bytes(of_head)
             notes = (f"{size} are of the head and its loss: no policy on blocks lowers these, but --head auto", *notes)
         self._frontier = self._frontier or frontier(self.candidates(asked))
@@ -189,14 +189,12 @@ class Forecaster:
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
         asked, all_weights = self.asked, self.asked.lora is None
-        chunks = asked.head == "full" and asked.trainer is None and not asked.sharded
-        chunks = chunks and vocabulary_head(self._model(asked).base) is not None
         host = asked.host_budget is None and self.device.host_bandwidth > 0
         parts = [batch for batch in range(asked.batch // 2, 0, -1) if asked.batch % batch == 0]
         smaller = [{"batch": batch, "accumulation": asked.batch * asked.accumulation // batch} for batch in parts]
         bits = not asked.load_in_4bit and not asked.sharded and asked.target_tokens is None
         rows: list[tuple[bool, str, dict[str, Any]]] = [
-            (chunks, "plan with the head in chunks", {"head": "auto"}),
+            (self.costs_of(asked).chunks_help, "plan with the head in chunks", {"head": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
             *((True, "smaller batch", change) for change in smaller),
             *((asked.target_tokens is None, "shorter sequences", {"tokens": asked.tokens // by}) for by in (2, 4, 8)),

@@ -33,7 +33,7 @@ from hf_ckpt.forecast.question import OF_THE_PLAN, Question
 from hf_ckpt.forecast.ranks import Sharding
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Level, Levels, part_of, step_of
-from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.spec.actions import FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
@@ -55,6 +55,8 @@ class _Measured:
     """What runs after the last block: the forward, and the backward."""
     reference: float
     """Time of the pass without gradients, which is part of the head's, as a multiple of that of the model's forward."""
+    chunks_help: bool = False
+    """See `Boundaries.chunks_help`."""
 
 
 def costs_of_model(model: ShallowModel, asked: Question, device: Device, *, head: int | str = "full") -> Costs:
@@ -113,6 +115,7 @@ def costs_of_model(model: ShallowModel, asked: Question, device: Device, *, head
         sequences=asked.batch,
         has_host=device.host_bandwidth > 0,
         head_tokens=head,
+        chunks_help=whole.chunks_help and head == "full" and not asked.sharded,
         head=(forward, backward),
         static=static,
         blocks=tuple(named.values()),
@@ -213,7 +216,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
     for name, module in modules.items():
         if name.endswith(".0"):
             handles.append(module.register_forward_pre_hook(note_input, with_kwargs=True))
-    boundaries = Boundaries(modules, mark)
+    boundaries = Boundaries(modules, mark, head=vocabulary_head(model))
     if step.forward is not None:
         vars(model)["forward"] = step.forward
     try:
@@ -232,7 +235,8 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
         boundaries.remove()
         for handle in handles:
             handle.remove()
-    return _measured(levels.levels(), meter.freed, reference, type(model).__name__)
+    measured = _measured(levels.levels(), meter.freed, reference, type(model).__name__)
+    return dataclasses.replace(measured, chunks_help=boundaries.chunks_help)
 
 
 def _loss(

@@ -169,7 +169,7 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     else:
         hints = [_fewer_tokens(costs)]
     if course.is_heads:
-        chunks = 'the head in chunks ("head": "auto"), or ' if costs.head_tokens == "full" else ""
+        chunks = 'the head in chunks ("head": "auto"), or ' if costs.chunks_help else ""
         size = format_bytes(parts[f"temporary in {course.worst.label}"])
         hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]

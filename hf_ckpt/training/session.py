@@ -50,7 +50,7 @@ from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.measure.memory import device_memory, keeps_statistics
-from hf_ckpt.models.blocks import find_blocks, look_of
+from hf_ckpt.models.blocks import find_blocks, look_of, vocabulary_head
 from hf_ckpt.planner.budgets import best_plan
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
@@ -118,7 +118,7 @@ class _Recorder:
         self.graphs = compat.compiler.compiled_graphs()
         """How many graphs torch.compile had made when the step began."""
         self.levels = levels = Levels(meter)
-        self.boundaries = Boundaries(modules, levels.mark, meter.stop)
+        self.boundaries = Boundaries(modules, levels.mark, meter.stop, vocabulary_head(base))
         # An optimizer that steps within the backward must not end the measurement.
         after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
         handles: list[Any] = [*compat.torch.call_around_optimizers(meter.start, after), self.boundaries]
@@ -233,6 +233,8 @@ class Session:
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
         self.measured_steps = 0
+        self._chunks_help = False
+        """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
 
     def _refuse_unmeasurable(self) -> None:
         """Raise `HfCkptError` if the memory of compiled blocks cannot be measured."""
@@ -449,6 +451,7 @@ class Session:
         self._drop()
         if compat.compiler.compiled_graphs() != recorder.graphs:
             return 0  # compiling takes time, and may take memory; the next step uses the new graphs
+        self._chunks_help = recorder.boundaries.chunks_help and self._spec.head == "full" and not self._sharded
         levels, planned, known = recorder.levels, recorder.planned, self.known
         level, outside = levels.meter.read()
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
@@ -499,7 +502,9 @@ class Session:
     def _made(self, batch: Batch) -> Planned:
         """Make and hold the fastest plan for a batch, or the one with the lowest peak, from the measurements."""
         device = this_device(self._devices)
-        costs = dataclasses.replace(self.known.costs(batch), has_host=device.host_bandwidth > 0)
+        costs = dataclasses.replace(
+            self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
+        )
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
         stacks = {block.stack for block in self._blocks.values()}
         if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):

@@ -390,9 +390,10 @@ def test_gradients_of_logits_that_would_miss_a_loss_are_refused(ask):
 
 
 def test_how_many_tokens_a_chunk_has():
-    assert tokens_per_chunk(7, 10**6, trained=True) == 7
-    assert [tokens_per_chunk("auto", tokens, trained=False) for tokens in (10, 4096, 10**6)] == [256, 512, 1024]
-    assert tokens_per_chunk("auto", 10**6, trained=True) == 4096
+    trained, frozen = linear(), linear().requires_grad_(False)
+    assert tokens_per_chunk(7, 10**6, trained) == 7
+    assert [tokens_per_chunk("auto", tokens, frozen) for tokens in (10, 4096, 10**6)] == [256, 512, 1024]
+    assert tokens_per_chunk("auto", 10**6, trained) == 4096
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -287,6 +287,7 @@ def test_a_head_that_nobody_calls_is_said_once(caplog):
         hidden = model.model(batch["input_ids"]).last_hidden_state
         (hidden @ model.lm_head.weight.T).sum().backward()
     assert caplog.text.count("nobody calls it") == 1
+    assert "head, last call: none, because nobody calls it" in str(hf_ckpt.describe(model))
 
 
 @pytest.mark.trap(41)

@@ -119,6 +119,7 @@ ROWS = {
     "packed": llama(packing=True),
     "padded": llama(padded=True),
     "head in chunks": llama({**TEXT, "vocab_size": 4000}, head=256),
+    "head of few tokens": llama({**TEXT, "vocab_size": 4000}, head="auto", batch=1, tokens=270),
     "dpo, adapters off": llama(WIDE, lora=8, trainer="dpo", batch=1),
     "dpo, a model": llama(WIDE, trainer="dpo", batch=1),
     "grpo": llama(WIDE, trainer="grpo", batch=2),
@@ -320,6 +321,12 @@ def test_predicted_peaks_are_those_of_real_steps(name, plan, folder):
     print(f"{name} | {plan} | {peak} | {error:+.2%}")
     assert -TOO_LOW <= error <= TOO_HIGH, f"{error:+.2%}"
     assert plan.startswith("keep") or peak < counted(name, "keep", folder)[0]
+
+
+@pytest.mark.parametrize(("name", "helps"), [("llama", True), ("head in chunks", False), ("dpo, adapters off", False)])
+def test_the_head_in_chunks_is_advised_where_the_loss_calls_the_whole_head(name, helps, folder):
+    """The trainers of TRL use its weight."""
+    assert costs_of(name, folder).chunks_help == helps
 
 
 if __name__ == "__main__":

@@ -144,7 +144,13 @@ SMALLER = "a smaller batch with as many more accumulated steps, or shorter seque
 HEAD = "the head and its loss are the peak, with"
 STEP = "the optimizer's step is the peak, whatever blocks do"
 ERRORS = {
-    "logits": ({"head": 100_000}, 100_000, [HEAD, "chunks", SMALLER], ["LoRA", "what blocks keep"]),
+    "logits": (
+        {"head": 100_000, "chunks_help": True},
+        100_000,
+        [HEAD, "chunks", SMALLER],
+        ["LoRA", "what blocks keep"],
+    ),
+    "logits of another head": ({"head": 100_000}, 100_000, [HEAD, "fewer tokens", SMALLER], ["chunks"]),
     "state": ({"static": STATE}, 3 * MIB, [STATE_ALONE, "use LoRA"], ["a smaller batch", "head"]),
     "step": ({"static": dataclasses.replace(STATE, step_bytes=MIB)}, 5 * MIB - 1, [STEP], ["a smaller batch"]),
     "blocks": ({"count": 40, "head": 2}, 200, [SMALLER, "what blocks keep is", ": a `host"], [HEAD, "LoRA"]),

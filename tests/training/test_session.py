@@ -484,6 +484,38 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(peak, caplog):
     assert re.search(r"no plan fits into .*iB \(\d x \d+ tokens\)\. ", said)
 
 
+def loss_of_call(model, batch):
+    return model(**without_cache(model, batch)).loss
+
+
+def loss_of_weight(model, batch):
+    """As TRL computes it."""
+    hidden = model.model(batch["input_ids"], use_cache=False).last_hidden_state
+    logits = hidden[:, :-1] @ model.lm_head.weight.T
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+HEADS = {
+    "called": (loss_of_call, "full", 40),
+    "nobody calls it": (loss_of_weight, "full", 40),
+    "few tokens": (loss_of_call, "full", 10),
+    "in chunks": (loss_of_call, 32, 40),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_in_chunks_is_advised_where_it_lowers_the_peak(kind, caplog):
+    loss_of, head, tokens = HEADS[kind]
+    model, batch = tiny_model("llama", layers=1, vocab_size=2000), tiny_batch("llama", batch=16, tokens=tokens)
+    planned(model, {"policy": "budget", "budget": "1MiB", "head": head})
+    for _ in range(PLANNED):
+        loss_of(model, batch).backward()
+        model.zero_grad(set_to_none=True)
+    (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
+    assert ("the head and its loss are the peak" in said) == (head == "full")
+    assert ('"head": "auto"' in said) == (kind == "called")
+
+
 # --- a count of live bytes ends with its step -------------------------------------------------------------------------
 
 

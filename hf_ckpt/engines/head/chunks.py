@@ -100,8 +100,7 @@ class HeadCall:
         for parameter, values in () if compat.devices.is_capturing() else self.samples:
             if not torch.equal(_sample(parameter), values):
                 torch.autograd.graph.increment_version(parameter)
-        result: Result = self.state.recompute(function, args)
-        return result
+        return self.state.recompute(function, args)  # type: ignore[no-any-return]
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> Any:

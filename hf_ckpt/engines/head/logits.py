@@ -50,25 +50,36 @@ HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward))
 
 
-def tokens_per_chunk(asked: int | str, tokens: int, *, trained: bool) -> int:
+def tokens_per_chunk(asked: int | str, tokens: int, head: nn.Module) -> int:
     """Return the number of tokens in a chunk: `asked`, or for `auto` what suits this many `tokens` that need logits."""
     if isinstance(asked, int):
         return asked
+    trained = any(parameter.requires_grad for parameter in head.parameters())
     piece = -(-tokens // AUTO_PIECES)
     return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
 
 
-def needs_less_whole(call: HeadCall, tokens: int) -> bool:
-    """Whether the head and its loss need less memory on all tokens at once.
+def chunks_help(logits: torch.Tensor, head: nn.Module, tokens: int, chunk: int) -> bool:
+    """Whether a head and its loss need less memory in chunks of `chunk` tokens than on all `tokens` at once.
+
+    Of `logits`, only the size of the vocabulary and the type count.
 
     At the peak of a plain head, its loss holds the logits, and copies in float32: the cast, log-probabilities and their
     gradient. Chunks hold these for one chunk, but also the sum of all gradients of the head's parameters in float32,
     and cast it to the parameters' type in the end.
     """
-    of_a_token = call.like.shape[-1] * (call.like.element_size() + 3 * 4)
-    trained = sum(parameter.numel() for parameter in call.parameters)
-    cast = sum(parameter.nbytes for parameter in call.parameters if parameter.element_size() < 4)
-    return tokens * of_a_token <= 4 * trained + max(call.tokens * of_a_token, cast)
+    of_a_token = logits.shape[-1] * (logits.element_size() + 3 * 4)
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    summed = 4 * sum(parameter.numel() for parameter in trained)
+    cast = sum(parameter.nbytes for parameter in trained if parameter.element_size() < 4)
+    return tokens * of_a_token > summed + max(chunk * of_a_token, cast)
+
+
+def auto_helps(head: nn.Module, logits: torch.Tensor) -> bool:
+    """Whether a training forward of a head that returned these logits would need less memory under `head: auto`."""
+    tokens = logits.shape[:-1].numel()
+    chunk = tokens_per_chunk("auto", tokens, head)
+    return why_whole(head) is None and chunks_help(logits, head, tokens, chunk)
 
 
 def why_whole(head: nn.Module) -> str | None:
@@ -93,13 +104,12 @@ def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: i
         hidden: its input, [..., hidden size].
         asked: tokens per chunk, or `auto`.
     """
-    trained = any(parameter.requires_grad for parameter in module.parameters())
     all_tokens = hidden.shape[:-1].numel()
-    tokens = tokens_per_chunk(asked, all_tokens, trained=trained)
+    tokens = tokens_per_chunk(asked, all_tokens, module)
     if all_tokens <= tokens:
         return run(hidden)
     call = HeadCall(module, run, hidden, tokens)
-    if asked == "auto" and needs_less_whole(call, all_tokens):
+    if asked == "auto" and not chunks_help(call.like, module, all_tokens, tokens):
         return run(hidden)
     return Logits.make(call, hidden, (), call.like, [], graph=True)
 
