@@ -316,7 +316,7 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     for name, module in carriers(base).items():
         record.before.setdefault(name, read_switches(module))
         _switch(module, record.regions.get(name), record.before[name])
-    regions = list(record.functions.made.values())
+    regions = [region for region in record.functions.made.values() if region.block in found.modules]  # not removed
     record.blocks = dict(found.modules)
     if record.plan.head != "full":
         _put_on_head(found, record)

@@ -50,7 +50,7 @@ from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.measure.memory import device_memory, keeps_statistics
-from hf_ckpt.models.blocks import find_blocks, look_of, vocabulary_head
+from hf_ckpt.models.blocks import FoundBlocks, find_blocks, look_of, vocabulary_head
 from hf_ckpt.planner.budgets import best_plan
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
@@ -152,8 +152,7 @@ class Session:
     def __init__(self, base: nn.Module, record: Installation) -> None:
         found = find_blocks(base)
         self._base, self._spec = weakref.ref(base), record.spec
-        self._name, self._family, self._modules = found.model, found.family, found.modules
-        self._blocks = {block.name: block for block in found.blocks}
+        self._name, self._family = found.model, found.family
         self._devices = compat.distributed.devices_of_model(base)
         accelerators = compat.devices.accelerators(self._devices)
         self._device_type = accelerators[0].type if accelerators else "cpu"
@@ -196,11 +195,9 @@ class Session:
         actions = candidates(compiled=self._least == COMPILED)
         self._actions = (*(action for action in actions if action != self._least), self._least)
         """The actions to choose from; the last one keeps least."""
-        self._fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
-        """Blocks of stacks for which a rule says what they get, and that."""
-        self.known = Measurements(self._modules, self._blocks, self._actions, self._fixed)
         self.plans: dict[Batch, Planned] = {}
         """The plans of the run, by their batch."""
+        self._begin_with(found, record)
         self.recorder: _Recorder | None = None
         """What measures the current step; None if it is not measured."""
         self._looks: dict[Any, int] = {}
@@ -235,6 +232,15 @@ class Session:
         self.measured_steps = 0
         self._chunks_help = False
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
+
+    def _begin_with(self, found: FoundBlocks, record: Installation) -> None:
+        """Forget all measurements and plans, and measure these blocks."""
+        self._modules = found.modules
+        self._blocks = {block.name: block for block in found.blocks}
+        self._fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
+        """Blocks of stacks for which a rule says what they get, and that."""
+        self.known = Measurements(self._modules, self._blocks, self._actions, self._fixed)
+        self.plans.clear()
 
     def _refuse_unmeasurable(self) -> None:
         """Raise `HfCkptError` if the memory of compiled blocks cannot be measured."""
@@ -280,6 +286,9 @@ class Session:
         look = look_of(base, self._device_type, self._sharded)
         if self._looks and look not in self._looks:
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
+            found = find_blocks(base)
+            if found.modules != self._modules:  # layers were removed, added or replaced
+                self._begin_with(found, record)
         self._state = look[0], self._looks.setdefault(look, len(self._looks))
         self._forwards = [forward]
         forwards = self._expected.get((self._state, forward), (forward,))

@@ -248,13 +248,21 @@ def test_irregular_steps_all_the_time_do_not_keep_the_plan_away(kind, every):
     assert not dispatch_modes()
 
 
+CHANGES = {
+    "freeze": lambda model: model.model.layers[0].requires_grad_(False),
+    "cast": lambda model: model.to(torch.bfloat16),
+    "remove": lambda model: setattr(model.model, "layers", model.model.layers[:5]),
+}
+
+
 @pytest.mark.trap(44)
-@pytest.mark.parametrize("change", ["freeze", "cast"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes_is_measured_again(change):
     model, session = trained(PLANNED)
     assert len(session.plans) == 1
-    model.model.layers[0].requires_grad_(False) if change == "freeze" else model.to(torch.bfloat16)
+    CHANGES[change](model)
     plans = run(model, [BATCH] * PLANNED)
+    assert [len(actions) for actions in plans] == [len(model.model.layers)] * PLANNED
     assert set(plans[0]) == {FULL}
     assert plans[-1] == plans[-2]
     assert len(session.plans) == 1
