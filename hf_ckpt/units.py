@@ -50,7 +50,7 @@ def parse_bytes(text: str | int) -> int:
         raise UnitError(f"a size must be positive, but is {shown(text)} instead.")
     if not match.group(2) and size < _LEAST_BYTES:
         meant = f"{match.group(1)}{'GiB' if size < 1024 else 'MiB' if size < 100 * 1024 else 'B'}"
-        raise UnitError(f"a size below 1 MiB needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
+        raise UnitError(f"a size needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
     return size
 
 

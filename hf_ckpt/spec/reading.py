@@ -173,12 +173,20 @@ def _read_layer_text(value: Any) -> str:
     return value.replace(" ", "")
 
 
-def _read_layers(value: Any) -> Layers:
-    if not isinstance(value, Mapping):
-        return _read_layer_text(value)
-    if not value:
-        raise ValueError("must name at least one stack, but is empty")
-    return tuple((str(stack), _read_layer_text(text)) for stack, text in value.items())
+def _for_stacks(read: Reader) -> Reader:
+    """Return a reader that also accepts a mapping with a value for each stack, and returns (stack, value) pairs."""
+
+    def read_all(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return read(value)
+        if not value:
+            raise ValueError("must name at least one stack, but is empty")
+        values, problems = read_keys(value, dict.fromkeys(value, read))
+        if problems:
+            raise ValueError(f"for each stack: {' '.join(problems)}".rstrip("."))
+        return tuple((str(stack), each) for stack, each in values.items())
+
+    return read_all
 
 
 def _read_save(value: Any) -> tuple[str, ...]:
@@ -249,10 +257,10 @@ RULE_READERS: dict[str, Reader] = {
 }
 # Key of a spec -> its reader.
 READERS: dict[str, Reader] = {
-    "policy": one_of(*POLICIES),
+    "policy": _for_stacks(one_of(*POLICIES)),
     "save": _read_save,
     "every_n_layers": whole(1),
-    "layers": _optional(_read_layers),
+    "layers": _optional(_for_stacks(_read_layer_text)),
     "segments": _optional(whole(1, "sqrt")),
     "budget": _optional(parse_budget, "budget"),
     "host_budget": _optional(parse_bytes, "size"),

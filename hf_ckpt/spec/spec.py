@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from typing import Any
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import parse_values, read_values
-from hf_ckpt.spec.reading import MOST_PROBLEMS, POLICIES, READERS, SAVING, Layers, Rule, one_of, read_keys, similar
+from hf_ckpt.spec.reading import MOST_PROBLEMS, POLICIES, READERS, SAVING, Layers, Rule, read_keys, similar
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
@@ -216,19 +215,13 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
         )
-    of_stacks: list[str] = []
-    """Problems of a policy for each stack."""
-    if isinstance(given.get("policy"), Mapping):
-        policies, of_stacks = read_keys(given["policy"], dict.fromkeys(given["policy"], one_of(*POLICIES)))
-        policies = {**dict.fromkeys(given["policy"], "none"), **policies}
-        given = {**given, **_of_stacks(policies, given.get("rules"))}
     values, problems = read_keys(given, READERS, _FOREIGN_KEYS)
-    problems = [f"`policy`: {problem}" for problem in of_stacks] + problems
+    if isinstance(values.get("policy"), tuple):
+        values |= _of_stacks(values["policy"], values.get("rules", ()))
     # Keys whose value is unknown, because it is invalid or the key is misspelt.
     broken = {key for key in given if key in READERS and key not in values}
-    broken.update(["policy"] if of_stacks else [])
-    unknown = itertools.islice((key for key in given if key not in READERS), MOST_PROBLEMS)
-    broken.update(near for key in unknown for near in similar(key, READERS))
+    unknown = [key for key in given if key not in READERS]
+    broken.update(near for key in unknown[:MOST_PROBLEMS] for near in similar(key, READERS))
     if "policy" not in given:
         chosen = {"layers", "every_n_layers", "segments"} & values.keys()
         values["policy"] = "none" if values.get("rules") and not chosen else "full"
@@ -242,15 +235,14 @@ def _from_mapping(given: Any, source: str | None) -> Spec:
     return spec
 
 
-def _of_stacks(policies: Mapping[Any, Any], rules: Any) -> dict[str, Any]:
-    """Return the keys for a policy of each stack: one policy, and rules, which come before those that are given.
+def _of_stacks(policies: tuple[tuple[str, str], ...], rules: tuple[Rule, ...]) -> dict[str, Any]:
+    """Return the values for a policy of each stack: one policy, and rules, which come before those that are given.
 
     Stacks without a policy are planned, too, if a stack has `budget` or `auto`; otherwise they are left as they are.
     """
-    planned = [policy for policy in policies.values() if policy in PLANNED_POLICIES]
-    own = [{"stack": str(stack), "policy": policy} for stack, policy in policies.items()]
-    rules = own if rules is None else [*own, *rules] if isinstance(rules, (list, tuple)) else rules
-    return {"policy": planned[0] if planned else "none", "rules": rules}
+    planned = [policy for _, policy in policies if policy in PLANNED_POLICIES]
+    own = tuple(Rule(policy, stack=stack) for stack, policy in policies)
+    return {"policy": planned[0] if planned else "none", "rules": own + rules}
 
 
 def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:

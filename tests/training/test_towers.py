@@ -104,7 +104,7 @@ def test_policies_of_stacks_are_rules(spec, same):
     ("spec", "problem"),
     [
         ({"policy": {"vision": "ful"}}, "did you mean 'full'"),
-        ({"policy": {}}, "must be a list of mappings"),
+        ({"policy": {}}, "must name at least one stack"),
         ({"policy": {"vision": "none"}, "rules": 1}, "must be a list of mappings"),
         ({"policy": {"vision": "none", "decoder": "budget"}}, "needs `budget`"),
         ({"policy": "budget", "budget": "1GiB", "rules": [{"layers": "0", "policy": "none"}]}, "remove rules"),
