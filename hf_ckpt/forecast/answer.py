@@ -43,7 +43,7 @@ class Row:
     tokens_per_second: float | None
     """Tokens that one rank trains on in a second; None if they are not counted."""
     fits: bool
-    """Whether the peak is within the budget."""
+    """Whether the peak is within the budget and the device."""
     spec: Mapping[str, Any] | None = None
     """The checkpointing kwargs of a plan; None for ways of transformers."""
 
@@ -159,8 +159,8 @@ def said(asked: Question, model: str, device: Device, own: Row, budget_bytes: in
     sizes = (peak_bytes, budget_bytes, whole_bytes)
     peak, budget, whole = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
     if peak_bytes > min(budget_bytes, whole_bytes):
-        plans = "every plan" if peak_bytes > budget_bytes else "the plan"
-        answer = f"Does not fit: {plans} needs {peak} GiB or more. The budget is {budget} GiB, and {on} has {whole}."
+        needs = f"every plan needs {peak} GiB or more" if peak_bytes > budget_bytes else f"the plan needs {peak} GiB"
+        answer = f"Does not fit: {needs}. The budget is {budget} GiB, and {on} has {whole}."
     else:
         tokens = f", {speed:,.0f} tokens a second" if speed else ""
         each = f" on each of {asked.ranks} ranks" if asked.ranks > 1 else ""

@@ -142,7 +142,8 @@ class Forecaster:
         """Return the forecast whose plan has these costs and actions."""
         asked, device = self.asked, self.device
         plan, course = plan_of(costs, choice, limit, device.name), timeline(costs, choice)
-        own = _row("this plan", plan, limit, spec=spec_of(plan, limit, asked.host_budget))
+        most = min(limit, device.memory_bytes or limit)
+        own = _row("this plan", plan, most, spec=spec_of(plan, limit, asked.host_budget))
         plain = self.costs_of(dataclasses.replace(asked, head="full"))
         usual = {name: plan_of(plain, plain.uniform(action)) for name, action in (("none", KEEP), ("full", FULL))}
         (_, resident), *moving = course.worst.parts().items()
@@ -156,7 +157,7 @@ class Forecaster:
         self._frontier = self._frontier or frontier(self.candidates(asked))
         answer, assumed = said(asked, plan.model, device, own, limit)
         return Forecast(
-            fits=own.fits and own.peak_bytes <= (device.memory_bytes or own.peak_bytes),
+            fits=own.fits,
             answer=answer,
             assumed=assumed,
             workload=dataclasses.replace(asked, **OF_THE_PLAN),
@@ -168,8 +169,8 @@ class Forecaster:
             step_seconds=own.step_seconds,
             tokens_per_second=own.tokens_per_second,
             notes=notes,
-            rows=(own, *(_row(name, way, limit) for name, way in usual.items())),
-            frontier=tuple(_row("planned", way, limit) for way in self._frontier.values()),
+            rows=(own, *(_row(name, way, most) for name, way in usual.items())),
+            frontier=tuple(_row("planned", way, most) for way in self._frontier.values()),
             write=to_write(asked, own.spec or {}, self._program),
             plan=plan,
             timeline=course,
@@ -184,7 +185,8 @@ class Forecaster:
         except HfCkptError:
             return None
         options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
-        return _row(name, plan, self.budget, options, spec_of(plan, self.budget, asked.host_budget))
+        most = min(self.budget, self.device.memory_bytes or self.budget)
+        return _row(name, plan, most, options, spec_of(plan, self.budget, asked.host_budget))
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""

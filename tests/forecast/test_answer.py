@@ -125,7 +125,10 @@ def test_a_question_has_its_answer(options, plan):
     fits = "90GiB" not in options
     found = plan(options, 0 if fits else 2)
     peak = f"{found['peak_bytes'] / GIB:.{1 if found['peak_bytes'] >= GIB else 3}f}"
-    assert found["answer"].startswith(f"Fits: {peak} of " if fits else f"Does not fit: the plan needs {peak} GiB or ")
+    assert found["answer"].startswith(f"Fits: {peak} of " if fits else f"Does not fit: the plan needs {peak} GiB. ")
+    rows = [*found["rows"], *found["frontier"]]
+    limit = found["budget_bytes"] if fits else 14.6 * GIB
+    assert all(row["fits"] == (row["peak_bytes"] <= limit) for row in rows)
     assert ("The budget is 90.0 GiB, and a T4 has 14.6." in found["answer"]) == (not fits)
     assert (f" {found['tokens_per_second']:,.0f} tokens a second" in found["answer"]) == fits
     assert assumed in found["assumed"]
