@@ -7,15 +7,11 @@ accelerate launch -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from hf_ckpt.logs import PLANS
 
 log = logging.getLogger(__name__)
 
@@ -47,35 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
         return 2
-    with _plans_printed():
-        try:
-            _run_script(arguments)
-            _say_if_unused(enable_calls_since_hooked(), arguments)
-        except SystemExit as ended:
-            if not ended.code:  # `sys.exit(main())` ends most scripts
-                _say_if_unused(enable_calls_since_hooked(), arguments)
-            raise
-        finally:
-            uninstall()
-    return 0
-
-
-@contextlib.contextmanager
-def _plans_printed() -> Iterator[None]:
-    """Print a line to stderr for each plan, on the first rank only, whatever logging the script configures."""
-    handler = logging.StreamHandler()
-    if os.environ.get("RANK", "0") != "0":
-        handler.setLevel(logging.CRITICAL)
-    level, propagate = PLANS.level, PLANS.propagate
-    PLANS.setLevel(logging.INFO)
-    PLANS.propagate = False  # a script that prints logs of packages would print it twice
-    PLANS.addHandler(handler)
     try:
-        yield
+        _run_script(arguments)
+        _say_if_unused(enable_calls_since_hooked(), arguments)
+    except SystemExit as ended:
+        if not ended.code:  # `sys.exit(main())` ends most scripts
+            _say_if_unused(enable_calls_since_hooked(), arguments)
+        raise
     finally:
-        PLANS.removeHandler(handler)
-        PLANS.setLevel(level)  # also forgets that INFO was enabled
-        PLANS.propagate = propagate
+        uninstall()
+    return 0
 
 
 def _run_script(arguments: argparse.Namespace) -> None:

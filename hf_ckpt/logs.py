@@ -1,15 +1,26 @@
-"""Warnings that are logged only once per process, and the logger of plans."""
+"""Warnings that are logged only once per process, and lines about plans."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
 PLANS = logging.getLogger("hf_ckpt.plans")
-"""Logs every plan that is enabled on a model or made for a batch, at level INFO.
-
-`python -m hf_ckpt` prints these messages.
-"""
+"""Logs at level INFO when a run is measured, and every plan that is enabled on a model or made for a batch."""
 _given: set[tuple[str, ...]] = set()
+
+
+def tell(message: str, *args: object) -> None:
+    """Log a line about a plan. If nobody has set up logging for it, the first rank prints it to stderr.
+
+    Python shows no messages below WARNING by default, but a run should say that it is measured and what was planned.
+    `logging.getLogger("hf_ckpt").setLevel("WARNING")` turns that off.
+    """
+    if PLANS.isEnabledFor(logging.INFO) and PLANS.hasHandlers():
+        PLANS.info(message, *args)
+    elif not (PLANS.level or logging.getLogger("hf_ckpt").level) and os.environ.get("RANK", "0") == "0":
+        print(message % args, file=sys.stderr, flush=True)
 
 
 def warn_once(log: logging.Logger, message: str, *args: object) -> None:

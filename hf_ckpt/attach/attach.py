@@ -9,6 +9,7 @@ get it from the record's decider. Everything on the model can be pickled, is cop
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,13 +17,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.hooks import (
-    HeadForward,
-    ModelHook,
-    PassHook,
-    Skipped,
-    warn_plain,
-)
+from hf_ckpt.attach.hooks import HeadForward, ModelHook, PassHook, Reminder, Skipped, warn_plain
 from hf_ckpt.attach.record import (
     FLAG,
     FUNCTION,
@@ -44,7 +39,7 @@ from hf_ckpt.attach.record import (
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region, hooks_for
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, SpecError
-from hf_ckpt.logs import PLANS
+from hf_ckpt.logs import tell
 from hf_ckpt.models.blocks import (
     FoundBlocks,
     base_model,
@@ -105,6 +100,8 @@ def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Any 
         vars(base)[RECORD] = record
         vars(base).update(dict.fromkeys(compat.transformers.ENABLE_NAMES, EnableHook(base)))
         vars(base).update(dict.fromkeys(compat.transformers.DISABLE_NAMES, DisableHook(base)))
+        # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
+        record.handles = [owner.register_forward_pre_hook(Reminder(base)) for owner in dict.fromkeys(found.owners)]
     adopt(found, record, spec, plan)
     if was_on:
         put_on(found, record)
@@ -143,12 +140,15 @@ def describe(model: nn.Module) -> Description:
     record = installation(model)
     if record is None:
         raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
-    active, planned = record.plan.active(), record.planned
+    found, planned = find_blocks(model), record.planned
+    there = tuple((block, action) for block, action in record.plan.actions if block.name in found.modules)
+    plan = dataclasses.replace(record.plan, actions=there)  # without blocks that were deleted since
+    active = plan.active()
     return Description(
-        plan=record.plan,
+        plan=plan,
         spec=record.spec.to_dict(),
         enabled=record.enabled,
-        frozen=tuple(name for name in frozen_prefix(model, find_blocks(model)) if name in active),
+        frozen=tuple(name for name in frozen_prefix(model, found) if name in active),
         forwards=record.functions.counts("forwards", record.regions),
         recomputed=record.functions.counts("recomputed", record.regions),
         dropped_tensors=sum(region.dropped_tensors for region in record.regions.values()),
@@ -313,6 +313,7 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     base = found.base
     if record.enabled:
         _take_off(base, record)
+    record.remove_hooks()
     for name, module in carriers(base).items():
         record.before.setdefault(name, read_switches(module))
         _switch(module, record.regions.get(name), record.before[name])
@@ -377,9 +378,7 @@ def take_off(base: compat.transformers.PreTrainedModel, record: Installation) ->
 def _take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
     for name, module in carriers(base).items():
         switch_off(module, record.before.get(name, {}))
-    for handle in record.handles:
-        handle.remove()
-    record.handles = []
+    record.remove_hooks()
     for module in base.modules():  # not only the current head: adapters may have wrapped it since
         replaced = (HeadForward, Skipped)
         for name in [key for key, value in vars(module).items() if isinstance(value, replaced)]:
@@ -469,7 +468,7 @@ class EnableHook(ModelHook):
         if record.told != (record.spec, record.plan):  # a plan for a batch is logged when it is made
             spec, plan = record.told = record.spec, record.plan
             later = f"{spec.policy} {spec.to_dict().get('budget', '')}".rstrip() + ", planned in the first steps"
-            PLANS.info("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
+            tell("hf_ckpt: %s: %s", type(base).__name__, later if spec.is_planned else plan.summary())
 
 
 class DisableHook(ModelHook):

@@ -66,6 +66,10 @@ class ModelHook:
             raise HfCkptError("the model this hook belonged to no longer exists.")
         return base
 
+    def _record(self) -> Installation | None:
+        base = self._held[0]()
+        return None if base is None else vars(base).get(RECORD)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)(
             *(memo.get(id(v), v) if isinstance(v, nn.Module) else copy.deepcopy(v, memo) for v in self._arguments())
@@ -73,6 +77,24 @@ class ModelHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self._arguments())
+
+
+def remind(base: nn.Module, record: Installation) -> None:
+    """Warn once that a model trains without its plan, because nobody has enabled it."""
+    if record.waits:
+        text = "hf_ckpt is installed on %s, but not enabled: call model.%s(), or pass %s=True to TrainingArguments."
+        warn_once(log, text, type(base).__name__, compat.transformers.ENABLE_NAMES[-1], compat.transformers.FLAG_NAME)
+        record.remove_hooks()
+
+
+class Reminder(ModelHook):
+    """Forward pre-hook of the modules that run stacks, until the plan is enabled. `remind` removes it, too."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Remind of the plan in the first training forward."""
+        record = None if compat.torch.is_compiling() else self._record()
+        if record is not None and module.training and torch.is_grad_enabled() and is_trained(module):
+            remind(self.base, record)
 
 
 class PassHook(ModelHook):
@@ -107,10 +129,6 @@ class PassHook(ModelHook):
         self._checked: weakref.ref[nn.Module] | None = None
         """The module of the last training forward. accelerate makes a second one, which has the hooks of the first."""
         self._looked_for_packing = False
-
-    def _record(self) -> Installation | None:
-        base = self._held[0]()
-        return None if base is None else vars(base).get(RECORD)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Forward pre-hook. Returns the arguments without a cache; None to leave them unchanged.

@@ -192,7 +192,7 @@ class Installation:
     input_gradient_hooks: int = 0
     """How many hooks that make the embeddings' output require gradients were removed when the plan was enabled."""
     handles: list[Any] = dataclasses.field(default_factory=list)
-    """Handles of the hooks that were registered with torch when the plan was enabled."""
+    """Handles of the hooks that were registered with torch when the plan was enabled; before that, of `Reminder`s."""
     decider: Any = None
     """The `training.install.Decider`, which enable calls and training forwards ask; None if the plan is fixed."""
     planned: Any = None
@@ -226,6 +226,17 @@ class Installation:
         if not self.planned.measures:
             return None
         return f"measuring ({self.planned.phase})"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the plan would do something, but was never enabled, and nobody was told so far."""
+        return bool(self.handles) and not self.enabled and (self.plan.head != "full" or bool(self.plan.active()))
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks that were registered with torch."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
 
     def end_watch(self) -> None:
         """Stop all checks: a step has run out of memory, so there is no room for them."""

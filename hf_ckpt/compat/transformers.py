@@ -30,6 +30,9 @@ ENABLE_NAMES = tuple(
 version 6 removes the first. If both exist, hf_ckpt replaces both."""
 DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)
 """The methods of a model that disable checkpointing, in the order of `ENABLE_NAMES`."""
+FLAG_NAME = ENABLE_NAMES[-1].removesuffix("_enable")
+"""The field of `TrainingArguments` that asks for checkpointing. Its options are in the field of the same name with
+`_kwargs`."""
 HOOKS_STAY_OUTSIDE = "__init_subclass__" in vars(transformers.modeling_layers.GradientCheckpointingLayer)
 """Whether transformers checkpoints a block's own forward, rather than the call with the block's hooks."""
 BLOCKS_TAKE_CACHES = hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")

@@ -153,13 +153,9 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     parts = course.worst.parts()
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     if static.always + static.gradients > budget_bytes:
-        state = f"weights and optimizer state {format_bytes(static.always)}"  # a run measures both together
-        if static.optimizer:
-            weights = format_bytes(static.parameters + static.gathered)
-            state = f"weights {weights}, optimizer state {format_bytes(static.optimizer)}"
-        hints = [
-            f"{state} and gradients {format_bytes(static.gradients)} alone need more: use LoRA, an optimizer with a "
-            "smaller state or a smaller model, or shard them over more devices"
+        hints = [  # a run does not measure weights apart from the optimizer's state
+            f"weights and optimizer state {format_bytes(static.always)} and gradients {format_bytes(static.gradients)} "
+            "alone need more: use LoRA, an optimizer with a smaller state or a smaller model, or shard them"
         ]
     elif "optimizer" in course.worst.label:
         hints = [

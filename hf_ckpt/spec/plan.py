@@ -66,9 +66,8 @@ class Prediction:
     def __str__(self) -> str:
         within = ""
         if self.budget_bytes is not None:
-            fits = self.peak_bytes <= self.budget_bytes
-            within = f" {'within' if fits else 'above'} {format_bytes(self.budget_bytes)}"
-            within += "" if fits else " (no plan fits)"
+            budget = format_bytes(self.budget_bytes)
+            within = f" within {budget}" if self.peak_bytes <= self.budget_bytes else f" above {budget} (no plan fits)"
         timed = f"step {format_seconds(self.step_seconds)}" if self.step_seconds else "not timed"
         return f"peak {format_bytes(self.peak_bytes)}{within}, {timed}"
 

@@ -33,15 +33,17 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.record import IN_GRAPH, Installation, installation
+from hf_ckpt.attach.hooks import remind
+from hf_ckpt.attach.record import FUNCTION, IN_GRAPH, Installation, installation, is_on
 from hf_ckpt.engines.head.logits import Logits
-from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError
-from hf_ckpt.logs import warn_once
+from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError, SpecError
+from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, spare_bytes
-from hf_ckpt.models.blocks import base_model, find_blocks, head_module
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, head_module
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.reading import READERS
 from hf_ckpt.training.session import Planned
 from hf_ckpt.training.watch import Watch
 from hf_ckpt.units import format_bytes, to_gib
@@ -108,24 +110,27 @@ class MemoryTimeCallback(TrainerCallback):
     # --- events, which the Trainer calls ---
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Choose a memory meter, hook the model and its head, and write the first row of the metrics file."""
+        """Say who checkpoints, choose a memory meter, hook the model, and write the first row of the metrics file.
+
+        Raises `SpecError` for options of hf_ckpt in the arguments of a model that it is not installed on.
+        """
         self._forget()
         self._go_before_reporters()
         model: nn.Module = kwargs["model"]
+        record = _record(model)
+        with contextlib.suppress(NoBlocksError):
+            found = find_blocks(model)
+            if record is None:
+                _refuse_options_without_hf_ckpt(args)
+            tell("hf_ckpt: %s: %s", found.model, _who_checkpoints(found, record))
+            head = head_module(found.base, found.family)
+            if head is not None:
+                self._handles.append(head.register_forward_hook(self._counts.see_head))
         devices = compat.distributed.devices_of_model(model)
         self._clock, self._meter = TrainingClock(devices), PeakMeter(devices)
         self._handles.append(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True))
-        with contextlib.suppress(NoBlocksError):
-            head = head_module(base_model(model), find_blocks(model).family)
-            if head is not None:
-                self._handles.append(head.register_forward_hook(self._counts.see_head))
-        record = _record(model)
-        if record is not None and not record.enabled and record.plan.active():
-            log.warning(
-                "hf_ckpt is installed on this model, but not enabled: pass activation_checkpointing=True (formerly "
-                "gradient_checkpointing=True) to TrainingArguments, or call model.gradient_checkpointing_enable()."
-            )
         if record is not None:
+            remind(base_model(model), record)
             self._counts.watch = None  # the record has its own
         is_on = record is not None and record.enabled and not record.measuring
         self._write(
@@ -366,6 +371,29 @@ def _record(model: nn.Module) -> Installation | None:
         return installation(model)
     except NoBlocksError:  # the callback also measures models that hf_ckpt cannot install on
         return None
+
+
+def _refuse_options_without_hf_ckpt(args: Any) -> None:
+    """Raise `SpecError` for options that transformers would pass to torch, which fails with them in the first step."""
+    name = f"{compat.transformers.FLAG_NAME}_kwargs"
+    options = getattr(args, name, None) or {}
+    theirs = {*compat.transformers.TORCH_OPTIONS, "every_n_layers", "offload"}
+    ours = [f"`{key}`" for key in options if key in READERS and key not in theirs]
+    if ours and getattr(args, compat.transformers.FLAG_NAME):
+        text = "only hf_ckpt has, which is not installed on this model: call hf_ckpt.install(model) before the training"
+        raise SpecError([f"{', '.join(ours)} {text}, or start the script by `python -m hf_ckpt`."], name)
+
+
+def _who_checkpoints(found: FoundBlocks, record: Installation | None) -> str:
+    """Return in one line whether blocks are checkpointed, how many, and by whom."""
+    functions = [getattr(module, FUNCTION) for module in found.modules.values() if is_on(module)]
+    if not functions:
+        return "no block is checkpointed"
+    whose = "hf_ckpt"
+    if record is None or not record.enabled:
+        reentrant = getattr(functions[0], "keywords", {}).get("use_reentrant", True)  # as torch reads it
+        whose = f"transformers, {'reentrant' if reentrant else 'non-reentrant'}"
+    return f"{len(functions)} of {len(found.blocks)} blocks are checkpointed by {whose}"
 
 
 def _over(combine: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:

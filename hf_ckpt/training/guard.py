@@ -87,6 +87,8 @@ class OomGuard:
         self._earlier = False
         """Whether these gradients were not zero: they come from outside the guard and cannot be recomputed."""
         self._refuse_ranks()
+        if (record := installation(model)) is not None and record.waits:  # on purpose, until memory runs out
+            record.remove_hooks()
 
     def __call__(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `step(*args, **kwargs)`, retry it if it runs out of memory, and return its result.

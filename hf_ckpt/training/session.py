@@ -45,7 +45,7 @@ from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
-from hf_ckpt.logs import PLANS, warn_once
+from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.measure.clocks import Meter
 from hf_ckpt.measure.levels import Levels, meter_for, step_of
 from hf_ckpt.measure.live import held_bytes
@@ -57,7 +57,7 @@ from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch, Forward, forward_of
 from hf_ckpt.training.measurements import Measurements
-from hf_ckpt.units import budget_bytes, format_bytes, format_seconds
+from hf_ckpt.units import budget_bytes, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -169,12 +169,8 @@ class Session:
         self.budget_bytes = budget_bytes(self._spec.budget, memory.total_bytes)
         """The peak that steps may have."""
         if self.budget_bytes > memory.total_bytes:
-            warn_once(
-                log,
-                "hf_ckpt: the budget of %s is more than the memory, %s: steps that fit into it may run out of memory.",
-                format_bytes(self.budget_bytes),
-                format_bytes(memory.total_bytes),
-            )
+            text = "hf_ckpt: the budget of %s is more than the memory, %s: steps within it may run out of memory."
+            warn_once(log, text, format_bytes(self.budget_bytes), format_bytes(memory.total_bytes))
         if self._spec.policy == "auto":  # less what other processes hold
             self.budget_bytes -= memory.total_bytes - memory.available_bytes
         self.limit_bytes = self.budget_bytes
@@ -438,7 +434,7 @@ class Session:
         meter = meter_for(self._devices, base, batch, *optimizers, timed_only=planned.phase == "time")
         if not self.measured_steps:
             text = "hf_ckpt: %s: measuring the first steps, under `%s` but for a few blocks"
-            PLANS.info(text, self._name, self._least)
+            tell(text, self._name, self._least)
         modules = compat.compiler.outside_graphs(running, self._modules)
         self.recorder = _Recorder(base, meter, planned, tried, modules)
         self.measured_steps += 1
@@ -499,11 +495,8 @@ class Session:
             self.plans[planned.shape] = dataclasses.replace(planned, measured_bytes=peak_bytes)
         if not planned.over and peak_bytes > self.budget_bytes and self.budget_bytes - excess < self.limit_bytes:
             self.limit_bytes = self.budget_bytes - excess
-            log.info(
-                "hf_ckpt: a step needed %s more than was predicted, which is above the budget of %s; planned for less.",
-                format_bytes(excess),
-                format_bytes(self.budget_bytes),
-            )
+            text = "hf_ckpt: a step needed %s more than was predicted, above the budget of %s; planned for less."
+            log.info(text, format_bytes(excess), format_bytes(self.budget_bytes))
             self.plans.clear()
 
     # --- plans ---
@@ -525,18 +518,8 @@ class Session:
         planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans)
         self.plans[batch] = planned
         assert made.prediction is not None
-        PLANS.info(
-            "hf_ckpt: %s: planned for %s %s %s (`%s`): %s; peak %s, step %s, from %d measured steps",
-            self._name,
-            batch,
-            "above" if hints else "within",
-            format_bytes(self.limit_bytes),
-            self._spec.policy,
-            plan.summary(),
-            format_bytes(made.prediction.peak_bytes),
-            format_seconds(made.prediction.step_seconds),
-            self.measured_steps,
-        )
+        text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
+        tell(text, self._name, batch, self._spec.policy, plan.summary(), made.prediction, self.measured_steps)
         if hints:
             warn_once(
                 log,

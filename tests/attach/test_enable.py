@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import pickle
 
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.installed import ALL, active, flags
+from helpers.installed import ALL, active, flags, forward_hooks
 from helpers.steps import assert_same, enable, input_gradient_hooks, planned, recomputed, step
 
 import hf_ckpt
@@ -109,6 +111,22 @@ def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
     assert warned == (asked == {"use_reentrant": True})
 
 
+def test_a_step_beyond_the_stack_is_said(caplog):
+    assert "full on block 0 of 4" in plan_of({"every_n_layers": 4}).summary()
+    assert not caplog.records
+    assert "full on block 0 of 4" in plan_of({"every_n_layers": 100}).summary()
+    assert "`every_n_layers` is 100, but no stack of LlamaForCausalLM has more than 4 blocks" in caplog.text
+
+
+def test_a_plan_does_not_name_blocks_that_were_deleted():
+    model = installed({"layers": "1,-1"})
+    enable(model)
+    del model.model.layers[2:]
+    plan = hf_ckpt.describe(model).plan
+    assert [block.name for block, _ in plan.actions] == ALL[:2]
+    assert hf_ckpt.install(model, plan).plan == plan  # it is refused if it names others
+
+
 def test_lost_blocks_are_named():
     """`lost_blocks` names blocks whose flags or functions someone else changed; the callback checks it at step 1."""
     model = installed({"layers": "0-2"})
@@ -152,6 +170,53 @@ def test_evaluation_neither_warns_nor_recomputes(caplog, training):
     model.requires_grad_(False).eval()(**BATCH)  # a frozen model does not train
     assert not caplog.records
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "pickled", "copied", "lora", "t5", "none"])
+def test_training_under_a_plan_that_nobody_enabled_is_said_once(caplog, kind):
+    """In the first training forward, not in evaluation. Nothing is left on the model then; a plan of nothing is silent.
+
+    PEFT calls the forward of a model past its hooks.
+    """
+    family = "t5" if kind == "t5" else "llama"
+    model, batch = tiny_model(family), tiny_batch(family)
+    hooks = sum(map(sum, forward_hooks(model).values()))
+    hf_ckpt.install(model, {"policy": "none"} if kind == "none" else None)
+    tried = hf_ckpt.verify(model, batch, "full"), hf_ckpt.verify(model, batch, "full")
+    assert all(tried), tried
+    trained = {"copied": copy.deepcopy, "pickled": lambda model: pickle.loads(pickle.dumps(model))}.get(kind)
+    trained = model if trained is None else trained(model)
+    trained = with_lora(trained, family) if kind == "lora" else trained
+    trained.eval()(**batch)
+    with torch.no_grad():
+        trained.train()(**batch)
+    assert not caplog.records
+    for _ in range(2):
+        step(trained, batch)
+    name = compat.transformers.ENABLE_NAMES[-1]
+    wanted = f"hf_ckpt is installed on {type(model).__name__}, but not enabled: call "
+    said = [record.getMessage() for record in caplog.records]
+    flag = name.removesuffix("_enable")
+    assert said == ([] if kind == "none" else [f"{wanted}model.{name}(), or pass {flag}=True to TrainingArguments."])
+    if kind in ("copied", "pickled", "none"):
+        hf_ckpt.uninstall(model)
+    assert sum(map(sum, forward_hooks(model).values())) == hooks
+
+
+@pytest.mark.parametrize("off", ["paused", "disabled", "uninstalled", "guarded"])
+def test_a_plan_that_is_off_on_purpose_is_not_reminded_of(caplog, off):
+    model = installed()
+    if off == "guarded":
+        hf_ckpt.OomGuard(model)
+    elif off == "uninstalled":
+        hf_ckpt.uninstall(model)
+    else:
+        enable(model)
+    if off == "disabled":
+        getattr(model, compat.transformers.DISABLE_NAMES[-1])()
+    with hf_ckpt.paused(model):
+        step(model, BATCH)
+    assert not caplog.records
 
 
 # --- refused requests -------------------------------------------------------------------------------------------------

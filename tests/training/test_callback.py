@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import warnings
 
@@ -15,8 +16,9 @@ from transformers.trainer_callback import CallbackHandler
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.errors import PlanLostError
+from hf_ckpt.errors import PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
+from hf_ckpt.models.tiny import tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
 
@@ -36,7 +38,7 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = trainer(tmp_path, report_to="tensorboard")
-    hooks = hook_count(run.model)
+    hooks = hook_count(tiny_model("llama"))
     run.train()
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -155,7 +157,38 @@ def test_a_plan_that_was_replaced_on_the_blocks_stops_the_run_at_step_one(tmp_pa
 def test_installed_but_never_enabled_is_said(tmp_path, caplog):
     trainer(tmp_path, max_steps=1, **OFF).train()
     (said,) = messages(caplog)
-    assert said.startswith("hf_ckpt is installed on this model, but not enabled")
+    assert said.startswith("hf_ckpt is installed on LlamaForCausalLM, but not enabled")
+
+
+OURS = {FLAG: True, f"{FLAG}_kwargs": {"policy": "selective", "preserve_rng_state": True}}
+WHOSE = {
+    "hf_ckpt's": ({}, "4 of 4 blocks are checkpointed by hf_ckpt"),
+    "every second": ({f"{FLAG}_kwargs": {"every_n_layers": 2}}, "2 of 4 blocks are checkpointed by hf_ckpt"),
+    "transformers'": ({f"{FLAG}_kwargs": {"use_reentrant": False}}, "4 of 4 .* by transformers, non-reentrant"),
+    "reentrant": ({f"{FLAG}_kwargs": {"use_reentrant": True}}, "4 of 4 .* by transformers, reentrant"),
+    "nobody's": (OFF, "no block is checkpointed"),
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", WHOSE)
+def test_the_callback_says_who_checkpoints(kind, tmp_path, capsys):
+    changes, said = WHOSE[kind]
+    model = tiny_model("llama")
+    if kind in ("hf_ckpt's", "every second"):
+        hf_ckpt.install(model)
+    trainer(tmp_path, model, max_steps=1, **changes).train()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "checkpointed" in line]
+    assert len(lines) == 1
+    assert re.fullmatch(f"hf_ckpt: LlamaForCausalLM: {said}", lines[0])
+
+
+@pytest.mark.compat
+def test_options_of_hf_ckpt_without_it_are_refused_before_the_first_step(tmp_path):
+    run = trainer(tmp_path, tiny_model("llama"), **OURS)
+    with pytest.raises(SpecError, match=rf"{FLAG}_kwargs:\n  - `policy` only hf_ckpt has.*hf_ckpt\.install\(model\)"):
+        run.train()
+    assert not any(module._forward_pre_hooks for module in run.model.modules())
 
 
 @pytest.mark.compat

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import logging
 import pickle
 import random
 import re
@@ -461,6 +462,20 @@ def test_ranks_that_recompute_together_take_the_plan_of_the_largest_batch(monkey
 def test_a_budget_below_the_weights_is_refused_at_once():
     with pytest.raises(InfeasibleError, match=r"no plan fits into 100\.00 KiB: the model and the state of its"):
         trained(1, "100KiB")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_run_says_that_it_measures_and_what_it_planned(quiet, capsys, monkeypatch):
+    """On stderr, unless someone sets a level or logs it; and only on the first rank."""
+    logger = logging.getLogger("hf_ckpt")
+    monkeypatch.setattr(logger, "level", logging.WARNING if quiet else logging.NOTSET)
+    trained(PLANNED)
+    said = capsys.readouterr().err
+    parts = ["planned in the first steps", "measuring the first steps", "planned for 4 x 64 tokens (`budget`): "]
+    assert [said.count(part) for part in parts] == [0 if quiet else 1] * 3
+    monkeypatch.setenv("RANK", "1")
+    trained(2)
+    assert not capsys.readouterr().err
 
 
 def test_a_budget_above_the_memory_is_said(caplog):
