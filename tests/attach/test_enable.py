@@ -172,6 +172,7 @@ def test_evaluation_neither_warns_nor_recomputes(caplog, training):
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0
 
 
+@pytest.mark.trap(74)
 @pytest.mark.parametrize("kind", ["plain", "pickled", "copied", "lora", "t5", "none"])
 def test_training_under_a_plan_that_nobody_enabled_is_said_once(caplog, kind):
     """In the first training forward, not in evaluation. Nothing is left on the model then; a plan of nothing is silent.
