@@ -79,7 +79,8 @@ class Description:
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
 
     def __str__(self) -> str:
-        state = "enabled" if self.enabled else "installed, not enabled (call model.activation_checkpointing_enable())"
+        how = "call model.activation_checkpointing_enable(), before transformers 5.23 gradient_checkpointing_enable()"
+        state = "enabled" if self.enabled else f"installed, not enabled ({how})"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
         measured = format_bytes(self.measured_bytes)
         stacks = self.plan.prediction.stacks if self.plan.prediction else ()
