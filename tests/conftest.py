@@ -74,11 +74,12 @@ def nothing_left_by_accelerate():
 
 @pytest.fixture(autouse=True)
 def no_count_left_on():
-    """Stop a session's live-byte counter when the test ends, not when the model is collected."""
+    """Fail if a test leaves a count of live tensors on, which would slow later tests down."""
     yield
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, LiveBytes):
-            mode.stop()
+    counts = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, LiveBytes)]
+    for mode in counts:
+        mode.stop()
+    assert not counts
 
 
 @pytest.fixture(autouse=True)

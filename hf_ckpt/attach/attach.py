@@ -157,7 +157,7 @@ def describe(model: nn.Module) -> Description:
         in_graphs=tuple(name for name, region in record.regions.items() if region.in_graph),
         compiled_by_others=record.compiled_by_others(),
         measuring=record.measuring,
-        **({} if planned is None else {key: getattr(planned, key) for key in ("plans", "measured_bytes", "counted")}),
+        **({} if planned is None else {key: getattr(planned, key) for key in ("plans", "measured_bytes")}),
         moved={name: region.moved_bytes for name, region in record.regions.items() if region.moved_bytes},
         watched=None if record.watch is None else record.watch.report(),
     )

@@ -45,6 +45,8 @@ class Boundaries:
         self._lock = threading.Lock()
         self._inside: str | None = None
         self._in_backward = False
+        self._call = 0
+        """The number of the call of the running forward or backward; 0 between them."""
         self.chunks_help = False
         """Whether the step called the head, and would need less memory with `"head": "auto"`. The losses of TRL use the
         head's weight and never call it."""
@@ -58,7 +60,8 @@ class Boundaries:
         return Boundaries, ({}, None)
 
     def begin(self) -> None:
-        """A forward of the step begins."""
+        """A forward of the step begins. Called from a forward pre-hook."""
+        self._call = compat.frames.running_call()
         self._running = self._graphs()
         if self._running is None:
             self._running = _Graphs()
@@ -69,6 +72,15 @@ class Boundaries:
     def finish(self) -> None:
         """The forward that ran has ended: from now on only its graph holds it."""
         self._running = None
+        self._call = 0
+
+    def has_raised(self) -> bool:
+        """Whether the forward or backward of the step has ended by an error.
+
+        torch calls no hook after a `KeyboardInterrupt` in a forward, or after any error in a backward. The graphs may
+        outlive it, because a notebook keeps the traceback.
+        """
+        return not compat.frames.is_running(self._call)
 
     @property
     def has_graph(self) -> bool:
@@ -114,11 +126,15 @@ class Boundaries:
             return
         if not self._in_backward:
             compat.torch.call_after_backward(self._ends_backward)
+            self._call = (
+                compat.frames.running_call()
+            )  # of autograd's engine, which calls this; 0 in a thread of its own
         self._in_backward = True
         self._note("backward", name)
 
     def _ends_backward(self) -> None:
         self._in_backward = False
+        self._call = 0
         self._note("end")
 
 

@@ -29,6 +29,24 @@ def callers() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+def running_call(name: str = "") -> int:
+    """Return the number of the call from which hf_ckpt is called, or of the innermost one of a function with this name.
+
+    It is for `is_running`, and 0 without such a call. It is the address of the call's frame, because the frame itself
+    would keep alive all that its variables hold.
+    """
+    frames = (frame for frame in callers() if name in ("", frame.f_code.co_name))
+    return next(map(id, frames), 0)
+
+
+def is_running(number: int) -> bool:
+    """Whether a call of this thread, by its number from `running_call`, has not ended yet. True for 0."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and number not in (0, id(frame)):
+        frame = frame.f_back
+    return frame is not None
+
+
 def input_of_dropout() -> torch.Tensor | None:
     """Return the input of `nn.functional.dropout`, if hf_ckpt is called from it, for example in a saved-tensor hook.
 

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -128,6 +129,16 @@ def add_note(error: Exception, text: str) -> None:
         log.error("%s", text)
     elif text not in getattr(error, "__notes__", ()):
         error.add_note(text)
+
+
+def call_before_next_module(function: Callable[[], None]) -> None:
+    """Call a function once, before the next forward of any module of the process."""
+
+    def run(*_: Any) -> None:
+        handle.remove()
+        function()
+
+    handle = register_module_forward_pre_hook(run)
 
 
 def registered_hooks() -> int:

@@ -160,8 +160,7 @@ class _Facts(dict[str, Any]):
         self.running = True
         """Whether the forward is still running."""
         self.autocast = compat.devices.autocast_now()
-        self.parameters = list(map(id, module.parameters()))
-        self.own = {id(tensor): Seen(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.tensors = {id(tensor): Seen(tensor) for tensor in (*module.parameters(), *module.buffers())}
         """The parameters and buffers of the block, as they were before its forward."""
         self.seen: list[dict[tuple[str, str], Any]] = []
         """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
@@ -193,7 +192,7 @@ class _Facts(dict[str, Any]):
         changed = [label for label, value in before.items() if label[1] in _SETTINGS and now.get(label) != value]
         texts = [f"{_SETTINGS[key]} of {f'`{name}`' if name else 'the block'}" for name, key in changed]
         self["settings"] = ", ".join(list(dict.fromkeys(texts))[:4])
-        self["replaced"] = list(map(id, self.module.parameters())) != self.parameters
+        self["replaced"] = any(id(parameter) not in self.tensors for parameter in self.module.parameters())
 
     def runs_again(self, again: dict[tuple[str, int], torch.Tensor]) -> None:
         """Compare the first recomputation of the block, with the inputs `again`, with the forward."""
@@ -209,10 +208,6 @@ class _Facts(dict[str, Any]):
         from_torch, from_host = self.drawn
         self["random"] = from_torch and self.random.of_torch_has_moved()
         self["host"] = from_host and self.random.of_host_has_moved()
-
-    def own_tensor(self, tensor: torch.Tensor) -> Seen | None:
-        """Return the parameter or buffer of the block that a tensor is, or is a view of; None for other tensors."""
-        return self.own.get(id(tensor)) or self.own.get(id(tensor._base))
 
     def updated_again(self) -> dict[str, str]:
         """Return name -> kind of the buffers and attributes that the forward changed, and then the backward, too."""
@@ -377,14 +372,17 @@ class Check:
         assert self.facts is not None
         saved = Saved(tensor, self.outer)
         self.saved += 1
-        own = self.facts.own_tensor(tensor)
-        is_written = own is not None and own.is_overwritten  # the recomputation will write to it again
+        before = self.facts.tensors.get(id(tensor)) or self.facts.tensors.get(id(tensor._base))
+        is_written = before is not None and before.is_overwritten  # the recomputation will write to it again
         operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
-        if own is not None:
+        if before is not None:
             operation = "buffer"
         if _is_of_a_parameter(tensor) and not is_written:
             operation = "weight"
-        can_be_compared = _is_plain(tensor) and (self.whole or not _is_of_a_parameter(tensor))
+        # A kernel may write to a buffer without counting that as a change, as batch norm does. It makes no use of the
+        # buffer in backward, where it would find the values of the last forward without checkpointing.
+        stays = self.whole or not _is_of_a_parameter(tensor)
+        can_be_compared = _is_plain(tensor) and stays and (operation != "buffer" or is_written)
         if can_be_compared and (operation == "weight" or self.has_room_for(tensor, copied=is_written)):
             running = (self._names[id(inner)] for inner in compat.frames.running_modules() if id(inner) in self._names)
             saved.refer_to(tensor, operation, self.saved, next(running, ""), copied=is_written)
@@ -425,11 +423,6 @@ class Check:
         if _is_same_memory(saved.values, tensor) and not has_changed:
             return
         what = "it was changed in place before the backward" if has_changed else difference_of(saved.values, tensor)
-        if what is not None and saved.operation == "buffer" and not is_copied:
-            # A kernel has written to the buffer without counting that as a change, as batch norm does. It makes no use
-            # of the buffer in backward, where it would find the values of the last forward without checkpointing.
-            self.left_out += 1
-            return
         self.compared += 1
         if what is not None:
             operation = "parameter" if has_changed else saved.operation

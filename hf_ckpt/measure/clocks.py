@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class TrainingClock:
 class Meter:
     """Reads memory and time at the boundaries of a step. This one reads nothing."""
 
-    counts = "nothing"
-    """Whose bytes it reads, in words."""
+    has_raised: Callable[[], bool] = bool
+    """Returns whether the step that it measures has ended by an error."""
 
     def read(self) -> tuple[int, int]:
         """Return (bytes alive, most bytes alive since the last call)."""

@@ -49,7 +49,6 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
     """
 
     supports_higher_order_operators = True
-    counts = "this model's tensors, without other models"
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,6 +96,9 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
         if types and compat.torch.is_any_wrapper(types):
             return NotImplemented  # the wrapper's implementation runs, and its operations on wrapped tensors come here
         result = func(*args, **(kwargs or {}))
+        if self._running and self.has_raised():  # this operation belongs to other code
+            self._running = False
+            compat.torch.call_before_next_module(self.stop)
         if self._running:  # it may stop during an operation, when the mode cannot be left
             self._count_all(result)
         return result

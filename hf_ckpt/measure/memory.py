@@ -81,13 +81,10 @@ def spare_bytes(devices: Iterable[torch.device]) -> int | None:
     there = compat.devices.accelerators(devices)
     if all(compat.devices.shares_host_memory(device.type) for device in there):
         return device_memory(0, there).available_bytes // 2
-    left: list[int] = []
-    for device in there:
-        memory = _memory_of(device, 0)
-        if memory is None or not keeps_statistics(device):
-            return None
-        left.append(memory.available_bytes - allocator_of(device).highest_bytes)
-    return min(left)
+    memories = {device: _memory_of(device, 0) for device in there}
+    if None in memories.values() or not all(map(keeps_statistics, there)):
+        return None
+    return min(memory.available_bytes - allocator_of(of).highest_bytes for of, memory in memories.items() if memory)
 
 
 def _memory_of(device: torch.device, held_bytes: int) -> DeviceMemory | None:
@@ -188,17 +185,13 @@ class PeakMeter(DeviceClock):
         devices: the devices of a model.
     """
 
-    counts = "all tensors of the process on the device"
-
     def __init__(self, devices: Iterable[torch.device]) -> None:
         super().__init__(devices)
         there = self._devices
         self._allocators = [allocator_of(device) for device in there] if all(map(keeps_statistics, there)) else []
         self._is_resident = not there and _STATUS.exists()
-        self.exact = bool(self._allocators)
-        """Whether the figures count bytes of tensors and nothing else."""
         place = there[0].type if there else sys.platform
-        self.source = f"{place} allocator" if self.exact else f"unknown ({place} reports no peak)"
+        self.source = f"{place} allocator" if self._allocators else f"unknown ({place} reports no peak)"
         """Where the figures come from, in words."""
         if not self.reset():
             self.source = "process resident size, kernel peak since the process began"
@@ -223,8 +216,8 @@ class PeakMeter(DeviceClock):
         if self._is_resident:
             lines = (line.split() for line in _STATUS.read_text().splitlines())
             return next((int(words[1]) * 1024 for words in lines if words[:1] == ["VmHWM:"]), None)
-        return sum(allocator.peak_of(self) for allocator in self._allocators) if self.exact else None
+        return sum(allocator.peak_of(self) for allocator in self._allocators) if self._allocators else None
 
     def reserved_bytes(self) -> int | None:
         """Return the peak of the allocators' reserved memory, in bytes; None without an allocator."""
-        return sum(allocator.read().reserved_peak for allocator in self._allocators) if self.exact else None
+        return sum(allocator.read().reserved_peak for allocator in self._allocators) if self._allocators else None

@@ -31,9 +31,7 @@ class Watched:
         if not self.checks:
             return "no checks so far"
         left = f", {self.left_out:,} left out" if self.left_out else ""
-        found = "all equal" if self.compared else "backward got the saved tensors themselves"
-        if self.differences:
-            found = f"{len(self.differences)} checks found differences"
+        found = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
         return f"{self.checks} checks, {self.compared:,} tensors compared{left}: {found}"
 
 
@@ -62,8 +60,6 @@ class Description:
     """Under `budget` and `auto`, why `plan` is not the plan of the run yet; None if it is."""
     measured_bytes: int | None = None
     """Under `budget` and `auto`, the measured peak of the plan's first step; None if it was not measured."""
-    counted: str = ""
-    """Whose bytes that peak counts, in words. On a CPU a reference model or an EMA copy is not among them."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     watched: Watched | None = None
@@ -82,7 +78,9 @@ class Description:
         how = "call model.activation_checkpointing_enable(), before transformers 5.23 gradient_checkpointing_enable()"
         state = "enabled" if self.enabled else f"installed, not enabled ({how})"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
-        measured = format_bytes(self.measured_bytes)
+        measured = f"peak {format_bytes(self.measured_bytes)} in the first step of this plan"
+        if self.plan.prediction and self.plan.prediction.device in ("cpu", "mps"):  # live tensors are counted there
+            measured += ", without other models"
         stacks = self.plan.prediction.stacks if self.plan.prediction else ()
         kept = [f"{stack} {format_bytes(size)}" for stack, size in stacks]
         calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
@@ -93,7 +91,7 @@ class Description:
             f"  not the plan of the run yet: {self.measuring}": self.measuring,
             f"  predicted: {self.plan.prediction}": self.plan.prediction,
             f"    of that, kept by blocks: {', '.join(kept)}": len(kept) > 1,
-            f"  measured: peak {measured} in the first step of this plan ({self.counted})": self.measured_bytes,
+            f"  measured: {measured}": self.measured_bytes,
             f"  plans for batches of {len(self.plans)} sizes:": len(self.plans) > 1,
             **{
                 f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}": len(self.plans) > 1

@@ -104,6 +104,8 @@ def write_text(path: str | Path, text: str) -> None:
 def append_line(path: str | Path, line: str) -> None:
     """Append a line to a file. If that fails, raise `FileError` and leave the file unchanged."""
     data = line.encode() + b"\n"
+    if Path(path).is_fifo():  # to open it waits for a reader
+        raise FileError(f"{str(path)!r} cannot be written: it is a pipe, not a file.")
     try:
         with open(path, "ab", buffering=0) as file:
             end = file.tell()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,10 @@ class Prediction:
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
-        stacks = tuple(data.get("stacks", {}).items())
-        return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds, "stacks": stacks})
+        parts, stacks = tuple(data["parts"].items()), tuple(data.get("stacks", {}).items())
+        sizes = [data["peak_bytes"], data["tokens"], data.get("budget_bytes") or 0, *dict(parts + stacks).values()]
+        list(map(operator.index, sizes))  # raises TypeError for what is no whole number
+        return cls(**{**data, "parts": parts, "step_seconds": seconds, "stacks": stacks})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,8 @@ class MemoryTimeCallback(TrainerCallback):
         self._mismatches = 0
         """Number of checks that found a difference before the window."""
         self._windows: list[Metrics] = []
-        self._counts = _Counts(Watch(self.check_every, self.on_mismatch) if self.check_every else None)
+        watch = Watch(self.check_every, self.on_mismatch) if self.check_every else None
+        self._counts = _Counts(watch, self._forget)
         self._written: list[Plan] = []
         """The plans that were written to the metrics file."""
         self._begin_window()
@@ -329,9 +330,14 @@ class _Counts:
 
     Args:
         watch: checks a model that hf_ckpt does not checkpoint; None checks nothing.
+        forget: removes the hooks. It is called in the first forward after a training that an error has ended, because
+            the Trainer has no event for that.
     """
 
-    def __init__(self, watch: Watch | None) -> None:
+    def __init__(self, watch: Watch | None, forget: Callable[[], None]) -> None:
+        self.forget = forget
+        self.training = compat.frames.running_call("train")
+        """The number of the running call of `Trainer.train`; 0 without one, and in a copy."""
         self.tokens = 0
         self.head_bytes = 0
         self.row_bytes = 0
@@ -339,11 +345,14 @@ class _Counts:
         self.watch = watch
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "watch": None}
+        return {**vars(self), "watch": None, "training": 0, "forget": None}
 
     def see_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: count the tokens of training forwards, and notify the watch of them."""
         if compat.torch.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        if not compat.frames.is_running(self.training):
+            self.forget()
             return
         if self.watch is not None and not compat.torch.is_replica(model):
             try:

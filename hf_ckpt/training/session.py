@@ -84,8 +84,6 @@ class Planned:
     """All plans of the run, by their batch."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
     """The measured peak of its first step; None before that step, and if steps are not measured."""
-    counted: str = dataclasses.field(default="", compare=False)
-    """Whose bytes that peak counts: see `Meter.counts`."""
 
     @property
     def measures(self) -> bool:
@@ -119,6 +117,7 @@ class _Recorder:
         """How many graphs torch.compile had made when the step began."""
         self.levels = levels = Levels(meter)
         self.boundaries = Boundaries(modules, levels.mark, meter.stop, vocabulary_head(base))
+        meter.has_raised = self.boundaries.has_raised
         # An optimizer that steps within the backward must not end the measurement.
         after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
         handles: list[Any] = [*compat.torch.call_around_optimizers(meter.start, after), self.boundaries]
@@ -157,11 +156,8 @@ class Session:
         accelerators = compat.devices.accelerators(self._devices)
         self._device_type = accelerators[0].type if accelerators else "cpu"
         if len(accelerators) > 1 and not isinstance(self._spec.budget, int):  # one card is full before the others are
-            raise HfCkptError(
-                f"policy: {self._spec.policy} takes a share of one card, but the model is on "
-                f"{' and '.join(map(str, accelerators))}. Give a budget in bytes, of all cards together, or a policy "
-                "that needs none, such as `selective` or `full`."
-            )
+            cards = " and ".join(map(str, accelerators))
+            raise HfCkptError(f"`auto` and shares are for one card, but the model is on {cards}. Give bytes instead.")
         self._sharded = not compat.distributed.parameters_stay(base)
         self._together = compat.distributed.is_distributed() and compat.distributed.ranks_recompute_together(base)
         held = held_bytes(self._devices, base, *compat.torch.optimizers_of(base))
@@ -477,8 +473,7 @@ class Session:
             # What was alive only in this step, such as the graph of one that failed before, does not count.
             reference = known.reference(batch)
             start_bytes = step.start_bytes if reference is None else reference[1].start_bytes
-            counted = dataclasses.replace(planned, counted=levels.meter.counts)
-            self._check(counted, start_bytes + step.peak_bytes - step.start_bytes)
+            self._check(planned, start_bytes + step.peak_bytes - step.start_bytes)
         elif planned.phase == "time":
             known.learn_times(batch, step, recorder.tried)
         elif planned.phase == "measure full":

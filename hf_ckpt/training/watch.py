@@ -55,7 +55,7 @@ class Watch:
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
         self._logged: set[tuple[type, Action | None]] = set()
-        """(class of a block, its action) for each difference or update that was logged."""
+        """(class of a block, its action) for each difference that was logged."""
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
@@ -78,8 +78,7 @@ class Watch:
         blocks = self._blocks(base, record, running or base)
         devices = compat.distributed.devices_of_model(base)
         room = _room_bytes(record)
-        has_own_memory = not all(compat.devices.shares_host_memory(device.type) for device in devices)
-        if room is None and self._forwards == 1 and has_own_memory:
+        if room is None and self._forwards == 1 and compat.devices.accelerators(devices):
             return  # the first step shows what is left
         if room is None:
             room = spare_bytes(devices)
@@ -141,13 +140,11 @@ class Watch:
         self._compared += check.compared
         self._left_out += check.left_out
         for name, what in check.updated.items():
-            place = f"{check.block}.{name}"
-            self.updated[place] = f"`{place}` was updated once more by the recomputation. {CAUSES[what]}"
+            text = f"`{check.block}.{name}` was updated once more by the recomputation. {CAUSES[what]}"
+            if not self.updated:
+                log.warning("hf_ckpt: %s By itself, this makes no gradient wrong.", text)
+            self.updated[f"{check.block}.{name}"] = text
         if not check.differences:
-            if check.updated and kind not in self._logged:
-                self._logged.add(kind)
-                text = next(reversed(self.updated.values()))
-                log.warning("hf_ckpt: backward was given what the forward saved, but %s", text)
             return
         first = check.differences[0]
         self.differences.append(first)

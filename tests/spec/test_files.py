@@ -120,6 +120,8 @@ COMPILED = {"block": "model.layers.1", "kind": "Layer", "action": "compiled"}
         (("prediction",), {}, "is damaged: KeyError('step_seconds')"),
         (("prediction", "parts"), ["blocks"], "is damaged"),
         (("prediction", "step_seconds"), "long", "is damaged"),
+        *((("prediction", key), "8 GiB", "is damaged: TypeError") for key in ("peak_bytes", "tokens", "budget_bytes")),
+        *((("prediction", key), {"blocks": None}, "is damaged: TypeError") for key in ("parts", "stacks")),
         (("prediction", "later"), 1, "is damaged"),
         ((*ROW, "block"), "model.layers.0", "is named twice"),
         ((*ROW, "block"), 7, "`block` must be a text, but is 7 instead"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 import warnings
@@ -11,6 +12,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from helpers.steps import assert_same, step
 from helpers.trainers import FLAG, metrics, trainer
 from transformers.trainer_callback import CallbackHandler
 
@@ -18,7 +20,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.errors import PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
-from hf_ckpt.models.tiny import tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
 
@@ -224,12 +226,33 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
     assert row["time/tokens_per_s"] == pytest.approx((tokens + 1000) / (seconds * 2))
 
 
+@pytest.mark.compat
+def test_a_run_that_raises_leaves_no_hooks_once_the_model_is_used_again(tmp_path):
+    """The Trainer has no event for an error. The traceback is kept, as notebooks do."""
+    model = tiny_model("llama")
+    hooks, expected = hook_count(model), step(model, tiny_batch("llama"))
+    raises = model.lm_head.register_forward_hook(lambda *args: 1 / 0)
+    run = trainer(tmp_path, model, **OFF)
+    with pytest.raises(ZeroDivisionError) as kept:
+        run.train()
+    raises.remove()
+    assert kept.tb
+    assert hook_count(model) > hooks
+    assert_same(expected, step(model, tiny_batch("llama")))
+    assert hook_count(model) == hooks
+    run.train()
+    assert len(metrics(tmp_path)) == 4
+
+
 @pytest.mark.trap(42, 51)
 @pytest.mark.compat
-def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path, caplog):
-    (tmp_path / callback.METRICS_FILE).mkdir()
+@pytest.mark.parametrize(("make", "said"), [(os.mkdir, "Is a directory."), (os.mkfifo, "it is a pipe, not a file.")])
+def test_a_file_that_cannot_be_written_is_warned_of_once(make, said, tmp_path, caplog):
+    make(tmp_path / callback.METRICS_FILE)
+    reader = os.open(tmp_path / callback.METRICS_FILE, os.O_RDONLY | os.O_NONBLOCK)  # else to open the pipe would wait
     run = trainer(tmp_path)
     run.train()
     assert all(row["memory/peak_gib"] > 0 for row in run.state.log_history if "loss" in row)
     (warning,) = [text for text in messages(caplog) if "figures are missing" in text]
-    assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: Is a directory." in warning
+    os.close(reader)
+    assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: {said}" in warning

@@ -112,7 +112,7 @@ def test_a_run_is_measured_and_planned_for(caplog, monkeypatch):
     assert planned.plan.prediction.peak_bytes == pytest.approx(real, rel=0.03)
     assert planned.measured_bytes == pytest.approx(real, rel=0.01)
     assert caplog.text.count("planned for 4 x 64 tokens") == 1
-    assert "without other models)" in str(described)  # a count of live tensors does not see them
+    assert "of this plan, without other models" in str(described)  # a count of live tensors does not see them
 
 
 # --- irregular steps --------------------------------------------------------------------------------------------------
@@ -593,3 +593,28 @@ def test_a_count_holds_no_model_and_ends_with_it():
     del loop
     gc.collect()
     assert not dispatch_modes()
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_count_ends_with_the_forward_or_backward_that_raised_although_its_traceback_is_kept(place):
+    """As in a notebook after Ctrl-C. torch runs no hook then, and the traceback keeps the graph."""
+    model = model_of("llama", layers=2)
+    budgeted(model, 1 << 30)
+    layer = model.model.layers[1]
+    raises = layer.register_forward_hook(interrupt)
+    if place == "backward":
+        raises.remove()
+        raises = layer.mlp.up_proj.weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        forward_and_backward(model)
+    raises.remove()
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    other(torch.ones(2, 4)).sum().backward()
+    assert kept.tb
+    assert not dispatch_modes()
+    run(model, [BATCH] * PLANNED)
+    assert actions(model) == {KEEP}

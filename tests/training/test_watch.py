@@ -149,7 +149,6 @@ def test_only_tensors_that_can_differ_are_counted():
     watch.on_forward(model, None)
     custom_loss(model).backward()
     assert (watch.report().checks, watch.report().compared) == (1, 0)
-    assert str(watch.report()).endswith("backward got the saved tensors themselves")
 
 
 @pytest.mark.long
