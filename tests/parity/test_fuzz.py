@@ -327,7 +327,8 @@ class Twins:
         removed = input_gradient_hooks(self._plain) if record.input_gradient_hooks else 0
         assert bool(removed) <= self._theirs
         assert hooks_of(self._ours) == hooks_of(self._plain) - removed + len(record.handles)
-        assert self._enabled or not record.handles
+        reminders = len({*find_blocks(self._ours).owners})  # until a plan is first enabled
+        assert self._enabled or len(record.handles) in (0, reminders)
 
 
 OPERATIONS = [name for name in vars(Twins) if not name.startswith("_") and name != "check"]
@@ -349,6 +350,7 @@ def test_sequences_of_operations(seed, caplog):
             twins.resume()
         twins.uninstall()
     expected = ["runs in eval mode with gradients on", "found nothing in a block that can be rebuilt"]
+    expected += ["is installed on", "`every_n_layers` is 9"]
     expected += [] if lane else ["there is no host memory to offload to"]
     warned = [record.getMessage() for record in caplog.records if record.name.startswith("hf_ckpt")]
     assert not [text for text in warned if not any(said in text for said in expected)]
