@@ -75,8 +75,7 @@ class Description:
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
 
     def __str__(self) -> str:
-        how = "call model.activation_checkpointing_enable(), before transformers 5.23 gradient_checkpointing_enable()"
-        state = "enabled" if self.enabled else f"installed, not enabled ({how})"
+        state = "enabled" if self.enabled else "installed, not enabled (call activation_checkpointing_enable())"
         watched, moved = self.watched, format_bytes(sum(self.moved.values()))
         measured = f"peak {format_bytes(self.measured_bytes)} in the first step of this plan"
         if self.plan.prediction and self.plan.prediction.device in ("cpu", "mps"):  # live tensors are counted there
