@@ -281,7 +281,8 @@ class Saved:
         """
         self.operation, self.place, self.module = operation, place, module
         self.seen = Seen(tensor.detach())  # its graph would hold it: a reference cycle
-        self.values = self.seen.tensor.clone() if copied else self.seen.tensor
+        with compat.torch.unseen_by_modes():
+            self.values: Any = self.seen.tensor.clone() if copied else self.seen.tensor
         """What to compare with."""
 
 
@@ -410,7 +411,7 @@ class Check:
         if saved.seen is not None and not compat.torch.is_unused_random_state(tensor):
             with torch.no_grad(), compat.torch.unseen_by_modes():
                 self._compare(saved, saved.seen, tensor)
-        saved.seen = None
+        saved.seen = saved.values = None
         return tensor
 
     def _compare(self, saved: Saved, seen: Seen, tensor: torch.Tensor) -> None:
