@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.region import Region
-from hf_ckpt.engines.seen import version_of
+from hf_ckpt.engines.seen import Seen
 from hf_ckpt.engines.settings import Settings
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError
@@ -43,7 +43,7 @@ class FullRegion(Region):
         """Note whether parameters stay on their device, unsharded, throughout a step (`stay`), and can be compared."""
         self.whole = stay
 
-    def state_for(self, fn: Callable[..., Any], inputs: Iterable[torch.Tensor] = ()) -> ForwardState:
+    def state_for(self, fn: Callable[..., Any], inputs: Sequence[Seen] = ()) -> ForwardState:
         """Record the state of the block whose forward `fn` is about to run; only random state if the block is unknown.
 
         `inputs` are the tensors that it is given by keyword or inside of containers.
@@ -76,13 +76,14 @@ class FullRegion(Region):
                 self.block, "it preserves random state, which cannot be read while a CUDA graph is captured."
             )
         self.forwards += 1
-        fn, args, inputs = as_given(self.block, fn, args)
-        versions = [(tensor, version_of(tensor)) for tensor in (*args, *inputs)]
+        fn, args, tensors = as_given(self.block, fn, args)
+        positional = [Seen(arg) for arg in args if isinstance(arg, torch.Tensor)]
+        inputs = list(map(Seen, tensors))
         output = self._checkpoint(Counted(fn, self, inputs), *args)
-        for tensor, version in versions:
-            if version_of(tensor) != version and needs_gradient(output):
-                operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
-                raise InPlaceError(self.block, tensor, version, operation)
+        for seen in (*positional, *inputs):
+            if seen.is_overwritten and needs_gradient(output):
+                operation = None if seen.tensor.grad_fn is None else seen.tensor.grad_fn.name()
+                raise InPlaceError(self.block, seen.tensor, seen.version, operation)
         return output
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -104,7 +105,7 @@ class Counted:
 
     __slots__ = ("fn", "ran", "region", "state")
 
-    def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: Sequence[Seen]) -> None:
         self.fn = region.inner(fn)
         self.region = region
         self.ran = False

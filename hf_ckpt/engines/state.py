@@ -19,7 +19,7 @@ and `numpy.random` for a block that draws from them in its first forward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class ForwardState:
         *,
         whole: bool,
         keeps_draws: bool,
-        inputs: Iterable[torch.Tensor] = (),
+        inputs: Sequence[Seen] = (),
     ) -> None:
         self.name = name
         self.block = block
@@ -85,7 +85,7 @@ class ForwardState:
         self.keeps_draws = keeps_draws
         self.context = compat.transformers.copied_context()
         self.switches = compat.switches.Switches()
-        self.inputs = list(map(Seen, inputs))
+        self.inputs = inputs
         self.tensors: list[dict[str, Seen | None]] = []
         """Parameters and buffers by name, for each dict of `Settings.tensors`; empty if they are not compared."""
         self.stored: list[_Stored] = []
