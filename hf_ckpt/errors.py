@@ -117,9 +117,9 @@ class BlockError(HfCkptError, RuntimeError):
 
 
 class TransformError(BlockError):
-    """A block was called under a transform of torch.func, or in forward-mode AD, and cannot be checkpointed there."""
+    """A block was called under a transform of torch.func, or in forward-mode AD, or calls one that allows no hooks."""
 
-    advice = "`with hf_ckpt.paused(model)` turns the plan off for a while."
+    advice = "`with hf_ckpt.paused(model)` turns the plan off for a while, and the policy `none` leaves a block out."
 
 
 class GraphCaptureError(BlockError):

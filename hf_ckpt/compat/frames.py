@@ -7,17 +7,13 @@ import types
 from collections.abc import Iterator
 
 import torch
+import transformers.pytorch_utils
 from torch import nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 _DROPOUT = getattr(functional.dropout, "__code__", None)
-_LINEAR = [
-    layer.forward.__code__
-    for layer in (nn.Linear, Conv1D)
-    if layer.forward.__code__.co_filename == sys.modules[layer.__module__].__file__  # another package may replace it
-]
-"""The code of the forward of linear layers; in 2026, GPT-2 has the only other kind than torch's."""
+_LINEAR = torch.nn.modules.linear.__file__, transformers.pytorch_utils.__file__
+"""The files with the forward of linear layers. That of transformers has a transposed weight (GPT-2)."""
 
 
 def callers() -> Iterator[types.FrameType]:
@@ -69,7 +65,7 @@ def bias_of_linear() -> torch.Tensor | None:
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
         frame = frame.f_back
-    if frame.f_code not in _LINEAR:
+    if frame.f_code.co_name != "forward" or frame.f_code.co_filename not in _LINEAR:
         return None
     bias: torch.Tensor | None = vars(frame.f_locals["self"])["_parameters"].get("bias")
     return bias

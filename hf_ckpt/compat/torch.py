@@ -141,6 +141,16 @@ def call_before_next_module(function: Callable[[], None]) -> None:
     handle = register_module_forward_pre_hook(run)
 
 
+def recompute(hooks: SavedTensorHooks) -> bool:
+    """Whether hooks belong to a checkpoint (torch's, DeepSpeed's), which pairs tensors of two runs by number."""
+    return "checkpoint" in str(getattr(hooks[0], "__module__", ""))
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Whether torch raised the error because hooks on saved tensors were active (torch/_functorch/vmap.py)."""
+    return "support saved tensor hooks" in str(error)
+
+
 def registered_hooks() -> int:
     """Return how many hooks on modules, tensors and optimizers were registered in this process so far."""
     return RemovableHandle.next_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.custom import custom_model, steps_of
 from helpers.steps import planned
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
@@ -85,3 +86,17 @@ def test_supported_transforms_of_torch_func_give_the_same_gradients(transform, s
     assert [region.forwards for region in installation(model).regions.values()] == [1] * (0 if spec is HEAD else 2)
     told = "the head of LlamaForCausalLM is not run in chunks, because a transform of torch.func"
     assert (told in caplog.text) == (spec is HEAD)
+
+
+def test_a_block_that_calls_a_transform_is_refused():
+    """torch allows no hooks on saved tensors around `torch.func.grad`."""
+
+    def work(block, hidden, shift):
+        return hidden + block.one(torch.func.grad(lambda x: x.pow(3).sum())(hidden))
+
+    spec = {"policy": "selective", "rules": [{"layers": "0-1", "policy": "none"}]}
+    model = planned(custom_model(work), spec)
+    with pytest.raises(TransformError, match=r"block 'layers\.2': it calls `torch\.func\.grad`"):
+        steps_of(model)
+    planned(model, {**spec, "rules": [{"layers": "0-2", "policy": "none"}]})
+    assert steps_of(model)

@@ -45,6 +45,14 @@ def test_a_graph_without_a_backward_frees_everything(family, engine):
         assert mover(model).held_bytes == 0
 
 
+@pytest.mark.parametrize("engine", ["selective", "save attention", "full+selective"])
+def test_a_graph_inside_hooks_of_the_user_frees_everything(engine):
+    model = planned(tiny_model("llama", layers=3, dropout=0.1, dtype=torch.bfloat16), SPECS[engine])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda held: held):
+        assert_frees_everything(model, tiny_batch("llama"), meter=DeviceBytes)
+    assert all(hf_ckpt.describe(model).recomputed.values())
+
+
 @each_engine
 @pytest.mark.parametrize("place", [0, 2])
 def test_an_error_in_a_block_leaves_nothing(engine, place):

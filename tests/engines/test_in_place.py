@@ -159,6 +159,20 @@ def test_a_change_in_place_is_harmless_or_refused(work, kind, lanes):
         assert installation(model).regions["layers.0"].mover.held_bytes == 0
 
 
+@unwatched
+@pytest.mark.parametrize("stored", [torch.clone, torch.Tensor.detach])
+def test_hooks_of_the_user_may_hold_a_copy_of_what_is_changed(stored):
+    """If they hold the changed tensor itself, an error says so."""
+    model = planned(custom_model(adds_to_what_it_has_read), "selective")
+    with torch.autograd.graph.saved_tensors_hooks(stored, lambda held: held):
+        if stored is torch.clone:
+            assert_same(steps_of(custom_model(adds_to_what_it_has_read), 1)[0], steps_of(model, 1)[0])
+            assert all(hf_ckpt.describe(model).recomputed.values())
+        else:
+            with pytest.raises(InPlaceError, match=r"block 'layers\.2'.*was changed in place"):
+                steps_of(model, 1)
+
+
 @pytest.mark.parametrize("steps", [2, 3])
 def test_changes_behind_autograds_back_are_found_by_the_watch(steps, caplog):
     """Under `selective` they give wrong gradients; the first check, in the third step, warns of it."""

@@ -85,13 +85,13 @@ def custom(x):
     return functional.silu(y) * y
 
 
-# What a block does -> (tensors that autograd saves, those of them that are dropped).
+# What a block does -> (tensors that autograd saves, those of them that are dropped, those that hooks of the user get).
 BLOCKS = {
-    under_no_grad: (3, 1),
-    norm_three_times: (22, 21),
-    norm_that_fails: (21, 21),
-    reads_what_was_computed_before: (4, 1),
-    custom: (9, 3),
+    under_no_grad: (3, 1, 3),
+    norm_three_times: (22, 21, 1),
+    norm_that_fails: (21, 21, 1),
+    reads_what_was_computed_before: (4, 1, 3),
+    custom: (9, 3, 4),
 }
 
 
@@ -100,7 +100,16 @@ BLOCKS = {
 def test_tensors_saved_and_dropped(block):
     """Modules that run several times or without gradients are rebuilt; tensors that custom functions save are kept."""
     region = same_toys(block, parameters=(SCALE, NORM.weight))
-    assert (region.saved_tensors, region.dropped_tensors) == BLOCKS[block]
+    assert (region.saved_tensors, region.dropped_tensors) == BLOCKS[block][:2]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_hooks_of_the_user_get_each_kept_tensor_once(block):
+    stored = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: stored.append(tensor) or tensor, torch.clone):
+        RebuildRegion("toy", save=SAVES[0])(block, torch.randn(2, 8, 16, requires_grad=True).neg())
+    assert len({id(tensor) for tensor in stored}) == len(stored) == BLOCKS[block][2]
+    assert all(tensor.is_leaf for tensor in stored)  # they hold no graph
 
 
 class Doubled(nn.Linear):

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.rebuild.values import read
+from hf_ckpt.engines.rebuild.values import Stored, read
 
 LINEAR, ATTENTION = "linear", "attention"
 """The classes of operations that `save` may name. They are expensive to run again."""
@@ -140,6 +140,8 @@ def _native_dropout(node: Any, metadata: Any) -> Function | None:
     if not kept:
         return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
     mask, device = read(node, "result1"), metadata.device
+    if isinstance(mask, Stored) and mask.original is not None:
+        mask = mask.original.tensor
     if isinstance(mask, torch.Tensor) and compat.torch.is_fake(mask):
         return functools.partial(_dropped_on_cpu if device.type == "cpu" else _dropped_on_cuda, kept=kept)
     # With `train=False`, which only direct calls pass, nothing is scaled, and the node does not show it.

@@ -25,6 +25,7 @@ from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.errors import TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, cheap_modules
 
@@ -84,7 +85,8 @@ class RebuildRegion(Region):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and drop the cheap results that autograd saves.
 
-        In a graph of torch.compile, which has no autograd graph to read yet, the block is recomputed as a whole.
+        The user's hooks on saved tensors get those that are kept. In a graph of torch.compile, which has no autograd
+        graph to read yet, the block is recomputed as a whole.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -94,12 +96,15 @@ class RebuildRegion(Region):
         fn, args = compat.transformers.block_call(fn, args)
         self.forwards += 1
         self.moved_bytes = self.dropped_tensors = 0
-        if compat.torch.top_saved_tensor_hooks() is not None:  # the user's hooks get all that autograd saves
+        outer = compat.torch.top_saved_tensor_hooks()
+        if outer is not None and compat.torch.recompute(outer):
+            warn_once(log, "hf_ckpt: `selective` drops nothing in blocks that another checkpoint runs again.")
             return fn(*args)
+        store = None if outer is None else _without_graphs(outer)
         if self.mover is None or not args:
-            return self.run(fn, args)
+            return self.run(fn, args, store=store)
         with self.mover.moving(self.block, args[0]) as group:
-            output = self.run(fn, args, store=None if group is None else (group.pack, group.unpack))
+            output = self.run(fn, args, store=store if group is None else (group.pack, group.unpack))
         self.moved_bytes = 0 if group is None else group.moved_bytes
         return output
 
@@ -118,6 +123,8 @@ class RebuildRegion(Region):
             args: its arguments.
             store: hooks that store kept tensors elsewhere; see `Tape`.
             hooks: returns the saved-tensor hooks for the tape.
+
+        Raises `TransformError` if the forward calls a function of torch.func that allows no hooks.
         """
         tape, output = Tape(self, args, store), None
         outer, running.tape = running.tape, tape
@@ -125,6 +132,10 @@ class RebuildRegion(Region):
             with torch.autograd.graph.saved_tensors_hooks(*hooks(tape)):
                 output = fn(*args)
             return output
+        except RuntimeError as error:
+            if compat.torch.refuses_hooks(error):
+                raise TransformError(self.block, "it calls `torch.func.grad`, which allows no hooks.") from error
+            raise
         finally:
             running.tape = outer
             tape.close(output)
@@ -145,6 +156,17 @@ class RebuildRegion(Region):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, rows=ops_for(state["save"]))
+
+
+def _without_graphs(hooks: compat.torch.SavedTensorHooks) -> compat.torch.SavedTensorHooks:
+    """Return the user's hooks for kept tensors. They get no graph: a node that holds its own result is never freed."""
+    pack, unpack_stored = hooks
+
+    def pack_kept(tensor: torch.Tensor) -> Any:
+        base = tensor if tensor._base is None else tensor._base
+        return pack(tensor if base.is_leaf else tensor.detach())  # hooks may know parameters by their views
+
+    return pack_kept, unpack_stored
 
 
 def make(request: Request) -> Region:

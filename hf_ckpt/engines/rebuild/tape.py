@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.rebuild.ops import LINEAR, VIEW, Op
 from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
-from hf_ckpt.engines.seen import Seen
+from hf_ckpt.engines.seen import Seen, version_of
 
 _next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
 _Edge = tuple[Any, int]
@@ -52,10 +53,10 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     if module._modules:  # `parametrize` has put modules into it, which are gone when it would run again
         return
-    if compat.distributed.ACCELERATES_HOOK in vars(module):  # its weights may be there only while it runs
-        return
-    # Another hook may change the input or the output, so operations of such a module are rebuilt one by one.
-    if len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1 and isinstance(args[0], torch.Tensor):
+    # Another hook may change the input or the output, and accelerate's may fetch the weights for as long as the forward
+    # runs, so operations of such a module are rebuilt one by one.
+    alone = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
+    if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
         tape.replay = Replay(tape.work, module, tape.value_of(args[0]), args[0], tape.region.reaches_back)
 
 
@@ -79,12 +80,7 @@ class Tape:
         store: hooks that store kept tensors elsewhere, such as in host memory; None to keep them as they are.
     """
 
-    def __init__(
-        self,
-        region: Any,
-        args: tuple[Any, ...],
-        store: compat.torch.SavedTensorHooks | None = None,
-    ) -> None:
+    def __init__(self, region: Any, args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> None:
         self.region = region
         self.work: Work = region.work
         self.rows: dict[str, Op] = region.rows
@@ -94,9 +90,13 @@ class Tape:
         self.biases: dict[int, torch.Tensor] = {}
         """Autograd's sequence number, as in `packed_at` -> bias of the linear layer that ran then. Autograd holds no
         frozen bias."""
-        self.store = store
-        self.stored: list[Stored] = []
-        """The kept tensors that are stored elsewhere."""
+        self.stored: dict[tuple[int, int], Stored] = {}
+        """Id and version of a kept tensor -> its value, if hooks store it elsewhere."""
+        self.kept: Callable[[torch.Tensor], Kept | Stored] = functools.partial(Kept, block=region.block)
+        """Returns the value of a tensor that is kept."""
+        if store is not None:
+            make = functools.partial(Stored, hooks=store, block=region.block)
+            self.kept = functools.partial(_once, self.stored, make)
         self.first = _next_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.values: dict[_Edge, Value | None] = {}
@@ -138,7 +138,7 @@ class Tape:
                 replay = rebuilt.operation
                 if type(replay.source.root) is not Rebuilt:
                     running.norm_output = _NormOutput(weakref.ref(output), weakref.ref(replay))
-        for stored in self.stored:
+        for stored in self.stored.values():
             stored.original = None
         for collection in (self.values, self.inputs, self.offered, self.packed_at, self.biases, self.stored):
             collection.clear()
@@ -158,11 +158,12 @@ class Tape:
             bias = compat.frames.bias_of_linear() if self.needs_biases and leaf.dim() == 2 else None
             if bias is not None:
                 self.biases[number] = bias
-            return Kept(tensor, self.work.block, is_leaf=True)
-        if tensor.layout is not torch.strided:  # sparse tensors have no strides to compare
+            value: Value = self.kept(tensor)
+        elif tensor.layout is not torch.strided:  # sparse tensors have neither strides nor a storage to compare
             return Kept(tensor, self.work.block)
-        value = self.value_of(tensor)
-        self.softmax = tensor.shape if type(tensor.grad_fn).__name__ == "SafeSoftmaxBackward0" else None
+        else:
+            value = self.value_of(tensor)
+            self.softmax = tensor.shape if type(tensor.grad_fn).__name__ == "SafeSoftmaxBackward0" else None
         if type(value) is Kept:
             return value
         root = value.root if isinstance(value, View) else value
@@ -177,7 +178,7 @@ class Tape:
         """Return the value of a tensor: a known one, an operation that rebuilds it, or else the kept tensor itself."""
         node, base = tensor.grad_fn, tensor._base
         if node is None:
-            return self._mask(tensor) or Kept(tensor, self.work.block)
+            return self._mask(tensor) or self.kept(tensor)
         edge = node, tensor.output_nr
         version = tensor._version
         if version:  # changed in place: the graph may not show all changes
@@ -196,7 +197,7 @@ class Tape:
         if value is None:
             return self._keep(edge, tensor)
         if type(value) is View and type(value.root) is Kept:  # a view of a kept tensor needs no operation
-            value = self.values[edge] = Kept(tensor, self.work.block)
+            value = self.values[edge] = self.kept(tensor)
         return value
 
     def _view_of(self, base: torch.Tensor, tensor: torch.Tensor) -> Value | None:
@@ -204,7 +205,7 @@ class Tape:
         node = base.grad_fn
         value = self.values.get((node, base.output_nr)) if node is not None else None
         if type(value) is Kept:
-            return Kept(tensor, self.work.block)
+            return self.kept(tensor)
         if type(value) is not Rebuilt or not base.is_contiguous():
             return None
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
@@ -282,9 +283,9 @@ class Tape:
         # Saved-tensor hooks do not get plain numbers.
         readable = self.may_read(node) or not compat.torch.is_held_by_hooks(node, name)
         operand = read(node, name) if readable else None
-        if isinstance(operand, (Rebuilt, View)):
+        if isinstance(operand, (Rebuilt, View, Stored)):
             return operand
-        return Kept(operand, self.work.block) if isinstance(operand, torch.Tensor) else None
+        return self.kept(operand) if isinstance(operand, torch.Tensor) else None
 
     def _frozen_bias(self, node: Any) -> Value | None:
         """Return the value of the bias of the linear layer that made a node; None if unknown."""
@@ -303,7 +304,7 @@ class Tape:
         if dtype not in (torch.bfloat16, torch.float16):
             return None
         with torch.no_grad():
-            small = Kept(tensor.detach().to(dtype), self.work.block)
+            small = self.kept(tensor.detach().to(dtype))
         # No view of the original's storage, which is free to go.
         self.values[source] = Rebuilt(self.work, torch.Tensor.detach, [small])
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
@@ -311,13 +312,7 @@ class Tape:
 
     def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | Stored:
         """Keep the tensor of an edge as it is, in the store if there is one."""
-        value: Kept | Stored
-        if self.store is None:
-            value = Kept(tensor, self.work.block)
-        else:
-            value = Stored(tensor, self.store)
-            self.stored.append(value)
-        self.values[edge] = value
+        value = self.values[edge] = self.kept(tensor)
         return value
 
     def _mask(self, tensor: torch.Tensor) -> Value | None:
@@ -339,7 +334,7 @@ class Tape:
             scale = tensor.max() if is_number else None
             if scale is not None and not masks.holds(tensor, scale):
                 return None
-            bits = Kept(masks.pack(tensor), self.work.block)
+            bits = self.kept(masks.pack(tensor))
         unpack = functools.partial(masks.unpack, size=tensor.size(), stride=tensor.stride(), scale=scale)
         return Rebuilt(self.work, unpack, [bits])
 
@@ -361,3 +356,8 @@ class Tape:
         if tensor is None or tensor._version != version:
             return None
         return self._small(edge, tensor) or self._keep(edge, tensor)
+
+
+def _once(known: dict[tuple[int, int], Stored], make: Callable[[torch.Tensor], Stored], tensor: torch.Tensor) -> Stored:
+    """Return the value of a kept tensor that hooks store elsewhere: the same one, however often autograd saves it."""
+    return known.setdefault((id(tensor), version_of(tensor)), make(tensor))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_ckpt import compat
 from hf_ckpt.engines.seen import Seen, version_of
@@ -42,14 +43,13 @@ class Kept(Seen):
     Args:
         tensor: the tensor.
         block: name of the block, for errors.
-        is_leaf: whether it is a parameter or a view of one. It is held with its graph, which leads only to a leaf.
         address: whether its values must still be at the same address when it is needed, if it is a parameter.
     """
 
     __slots__ = ("block",)
 
-    def __init__(self, tensor: torch.Tensor, block: str, *, is_leaf: bool = False, address: bool = False) -> None:
-        super().__init__(tensor if is_leaf or tensor.grad_fn is None else tensor.detach(), address=address)
+    def __init__(self, tensor: torch.Tensor, block: str, *, address: bool = False) -> None:
+        super().__init__(tensor if tensor.grad_fn is None else tensor.detach(), address=address)
         self.block = block
 
     @property
@@ -89,11 +89,6 @@ class _Shared:
         """The value that is held or rebuilt for this one: itself, because it is not a view."""
         return self
 
-    def expect(self) -> None:
-        """Count one more use of the tensor in a backward."""
-        self.uses += 1
-        self.left += 1
-
     def asked(self) -> None:
         """Count one of these uses as done. After the last one, drop the tensor and start counting again."""
         self.left -= 1
@@ -102,27 +97,54 @@ class _Shared:
 
 
 class Stored(_Shared):
-    """A kept tensor that a pair of hooks stores elsewhere, such as in host memory. They detect in-place changes.
+    """A kept tensor that a pair of hooks stores elsewhere, such as in host memory.
+
+    It is stored when its first use is known: some hooks count on every tensor being fetched.
 
     Args:
         tensor: the tensor.
         hooks: the functions that store it and return it.
+        block: name of the block, for errors.
     """
 
-    __slots__ = ("original", "packed", "restore", "version")
+    __slots__ = ("block", "hooks", "original", "packed", "storage", "version")
 
-    def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks, block: str) -> None:
         super().__init__()
-        self.version = tensor._version
-        self.original: torch.Tensor | None = tensor
+        self.block = block
+        self.hooks = hooks
+        self.original: Seen | None = Seen(tensor)
         """The tensor itself while the forward of its block runs; then None."""
-        pack, self.restore = hooks
-        self.packed = pack(tensor)
+        self.version = self.original.version
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        """Its memory, which it does not keep."""
+        self.packed: Any = None
+        """What the hooks hold in place of the tensor."""
+
+    def expect(self) -> None:
+        """Count one more use of the tensor in a backward. At the first, store it.
+
+        Raises `InPlaceError` if it was changed in the meantime.
+        """
+        if not self.uses:
+            assert self.original is not None, "uses are known when the forward ends"
+            if self.original.is_overwritten:
+                refuse(self.original, self.block, "a tensor")
+            self.packed = self.hooks[0](self.original.tensor)
+        self.uses += 1
+        self.left += 1
 
     def value(self) -> torch.Tensor:
-        """Return the tensor: fetch it, or take it from the cache."""
+        """Return the tensor: fetch it, or take it from the cache.
+
+        Raises `InPlaceError` if the hooks hold the tensor itself, and it has been changed in place since.
+        """
         if self.cached is None:
-            self.cached = self.restore(self.packed)
+            tensor = self.hooks[1](self.packed)
+            is_itself = tensor.untyped_storage()._cdata == self.storage.cdata
+            if is_itself and version_of(tensor) != self.version:
+                raise InPlaceError(self.block, tensor, self.version)
+            self.cached = tensor
         return self.cached
 
 
@@ -144,9 +166,15 @@ class Rebuilt(_Shared):
         self.operands = operands
         self.layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
         """Shape, strides and type that the tensor must have; None if unknown."""
-        for operand in operands:
-            if type(operand) is not Kept:
-                operand.root.expect()
+
+    def expect(self) -> None:
+        """Count one more use of the tensor in a backward. At the first, it begins to use its operands."""
+        if not self.uses:
+            for operand in self.operands:
+                if type(operand) is not Kept:
+                    operand.root.expect()
+        self.uses += 1
+        self.left += 1
 
     def value(self) -> torch.Tensor:
         """Return the tensor: rebuild it, or take it from the cache. Cache it while it has further uses.
@@ -239,8 +267,6 @@ class Replay:
             if parameter is not None
         }
         """Name -> parameter of the module in its forward."""
-        if type(source) is not Kept:
-            source.root.expect()
 
     def __call__(self) -> torch.Tensor:
         """Run the module again and fill `inside`. Returns its output without a graph.
@@ -248,9 +274,7 @@ class Replay:
         Raises `InPlaceError` or `ChangedBlockError` if one of its parameters has changed since the forward, and
         `RebuildError` if it saves a different number of tensors.
         """
-        run: Callable[..., Any] = self.module.forward
-        if not self._is_as_in_the_forward():
-            run = self._run_as_in_the_forward
+        run = self.module.forward if self._is_as_in_the_forward() else self._run_as_in_the_forward
         inside: list[torch.Tensor | None] = []
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
@@ -303,6 +327,8 @@ class Inside:
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
+        if not replay.saved and type(replay.source) is not Kept:
+            replay.source.root.expect()
         self.index = replay.saved
         replay.saved += 1
 
@@ -322,7 +348,7 @@ class _Reading(threading.local):
     """Whether this thread is reading what a node has saved, and the value found in place of a tensor."""
 
     on = False
-    found: Rebuilt | View | None = None
+    found: Rebuilt | View | Stored | None = None
 
 
 _reading = _Reading()
@@ -330,7 +356,7 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 def read(node: Any, name: str) -> Any:
-    """Return what an autograd node has saved under a name. For a dropped tensor, return its value without rebuilding.
+    """Return what an autograd node has saved under a name; for a dropped or stored tensor its value, without fetching.
 
     Args:
         node: the node.
@@ -349,11 +375,11 @@ def unpack(value: Value | Inside) -> torch.Tensor:
     """Saved-tensor hook: return the tensor. It is rebuilt without autocast: its operands have the right types."""
     if type(value) is Kept and not value.is_overwritten:
         return value.tensor
-    if _reading.on and isinstance(value, (Rebuilt, View)):
+    if _reading.on and isinstance(value, (Rebuilt, View, Stored)):
         _reading.found = value
         return _NOTHING
     if type(value) is Stored and value.original is not None:  # read from a node during the forward
-        return value.original
+        return value.original.tensor
     if torch.is_grad_enabled() or compat.devices.autocast_is_on():
         with torch.no_grad(), compat.devices.autocast_off():
             return unpack(value)
