@@ -176,6 +176,16 @@ def new_stream(device: torch.device) -> torch.Stream | None:
         return None
 
 
+def used_here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may have been allocated on another stream, for any number of uses on the current one.
+
+    Its memory is reused only after all that the current stream is given until the tensor is freed.
+    """
+    if tensor.device.type == accelerator_type() and not shares_host_memory(tensor.device.type):
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    return tensor
+
+
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Make a stream the current one of its device, in this thread and context.

@@ -164,3 +164,21 @@ def test_another_computing_stream_is_recorded():
         torch.full((4096,), 7.0, device=device.FIRST)
         torch.accelerator.synchronize()
     assert bool((doubled.cpu() == 4).all())
+
+
+@pytest.mark.parametrize("paces", PACES, ids=" ".join)
+def test_trl_offloads_what_selective_keeps(paces, monkeypatch):
+    """TRL copies on a stream of its own, and frees after one node what it copied back; `selective` uses it longer."""
+    offloading = pytest.importorskip("trl.models.activation_offloading")
+    if device.IS_SIMULATED:
+        module = torch.get_device_module(device.NAME)
+        monkeypatch.setattr(module, "current_stream", torch.accelerator.current_stream, raising=False)
+        monkeypatch.setattr(module, "Stream", lambda: torch.Stream(device.FIRST), raising=False)
+        monkeypatch.setattr(module, "stream", lambda stream: stream, raising=False)
+        monkeypatch.setattr(module, "empty_cache", lambda: None, raising=False)
+    expected, _ = reference("llama", "dropout")
+    with device.pace(computing=paces[0], copying=paces[1]):
+        model = planned(new_model("llama", "dropout"), {**SPECS["selective"][0], "check_every": 0})
+        with offloading.OffloadActivations():
+            assert_same(expected, train(model, "llama", "dropout"))
+    assert all(hf_ckpt.describe(model).recomputed.values())

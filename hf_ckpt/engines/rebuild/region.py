@@ -159,14 +159,20 @@ class RebuildRegion(Region):
 
 
 def _without_graphs(hooks: compat.torch.SavedTensorHooks) -> compat.torch.SavedTensorHooks:
-    """Return the user's hooks for kept tensors. They get no graph: a node that holds its own result is never freed."""
-    pack, unpack_stored = hooks
+    """Return the user's hooks for kept tensors. They get no graph: a node that holds its own result is never freed.
+
+    TRL's hooks copy on a stream of their own, and expect one node to use what they return; here it is kept for several.
+    """
+    outer_pack, outer_unpack = hooks
 
     def pack_kept(tensor: torch.Tensor) -> Any:
         base = tensor if tensor._base is None else tensor._base
-        return pack(tensor if base.is_leaf else tensor.detach())  # hooks may know parameters by their views
+        return outer_pack(tensor if base.is_leaf else tensor.detach())  # hooks may know parameters by their views
 
-    return pack_kept, unpack_stored
+    def fetch(packed: Any) -> torch.Tensor:
+        return compat.devices.used_here(outer_unpack(packed))
+
+    return pack_kept, fetch
 
 
 def make(request: Request) -> Region:
