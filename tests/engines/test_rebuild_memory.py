@@ -9,8 +9,9 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.steps import assert_same, planned, step, without_cache
-from helpers.toys import SAVES, each_family, plain_and_ours, rebuilt, same_toys
+from helpers.toys import SAVES, each_family, plain_and_ours, rebuilt, same_toys, toy
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt.engines.rebuild.region import RebuildRegion
@@ -105,6 +106,12 @@ def test_selective_warns_once_if_nothing_can_be_dropped(caplog):
     for _ in range(2):
         same_toys(lambda x: torch.cumprod(x, -1), save=["linear"], parameters=(), rebuilds=False)
     assert caplog.text.count("found nothing in blocks like toy that can be rebuilt") == 1
+
+
+def test_selective_warns_once_inside_another_checkpoint(caplog):
+    for _ in range(2):
+        toy(lambda x: checkpoint(RebuildRegion("toy", save=()), torch.tanh, x, use_reentrant=False), parameters=())
+    assert caplog.text.count("`selective` drops nothing in blocks that another checkpoint runs again") == 1
 
 
 @pytest.mark.parametrize("policy", ["full", "full+selective", "selective"])
