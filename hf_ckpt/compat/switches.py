@@ -93,6 +93,11 @@ class Switches:
         finally:
             _change(Switches(), before)
 
+    def run(self, function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+        """Call a function under these switches."""
+        with self.restored():
+            return function(*args)
+
 
 def _change(current: Switches, wanted: Switches) -> None:
     """Write the switches, and exchange the modes, that differ."""

@@ -15,7 +15,10 @@ from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.seen import Seen
 from hf_ckpt.engines.settings import Settings
 from hf_ckpt.engines.state import ForwardState
-from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError
+from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError, TransformError
+
+CALLS_A_TRANSFORM = "it calls `torch.func.grad`, which allows no hooks."
+"""The problem of a block that no engine can checkpoint."""
 
 
 class FullRegion(Region):
@@ -79,7 +82,12 @@ class FullRegion(Region):
         fn, args, tensors = as_given(self.block, fn, args)
         positional = [Seen(arg) for arg in args if isinstance(arg, torch.Tensor)]
         inputs = list(map(Seen, tensors))
-        output = self._checkpoint(Counted(fn, self, inputs), *args)
+        try:
+            output = self._checkpoint(Counted(fn, self, inputs), *args)
+        except RuntimeError as error:
+            if compat.torch.refuses_hooks(error):
+                raise TransformError(self.block, CALLS_A_TRANSFORM) from error
+            raise
         for seen in (*positional, *inputs):
             if seen.is_overwritten and needs_gradient(output):
                 operation = None if seen.tensor.grad_fn is None else seen.tensor.grad_fn.name()

@@ -18,11 +18,6 @@ def version_of(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else -1
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a parameter's values; 0 for tensors of other types, because some have no address."""
-    return tensor.data_ptr() if type(tensor) is nn.Parameter else 0
-
-
 class Seen:
     """A tensor, with its version and its address when it was seen.
 

@@ -88,13 +88,14 @@ def test_supported_transforms_of_torch_func_give_the_same_gradients(transform, s
     assert (told in caplog.text) == (spec is HEAD)
 
 
-def test_a_block_that_calls_a_transform_is_refused():
+@pytest.mark.parametrize("policy", ["selective", "full", "full+selective", "offload"])
+def test_a_block_that_calls_a_transform_is_refused(policy):
     """torch allows no hooks on saved tensors around `torch.func.grad`."""
 
     def work(block, hidden, shift):
         return hidden + block.one(torch.func.grad(lambda x: x.pow(3).sum())(hidden))
 
-    spec = {"policy": "selective", "rules": [{"layers": "0-1", "policy": "none"}]}
+    spec = {"policy": policy, "rules": [{"layers": "0-1", "policy": "none"}]}
     model = planned(custom_model(work), spec)
     with pytest.raises(TransformError, match=r"block 'layers\.2': it calls `torch\.func\.grad`"):
         steps_of(model)

@@ -333,6 +333,21 @@ def test_a_recomputation_runs_under_the_switches_of_the_forward(name, engine):
     assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
 
 
+def test_linear_layers_are_rebuilt_under_the_switches_of_the_forward(monkeypatch):
+    found, product = [], torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *args, **kwargs: found.append(precision_now()) or product(*args, **kwargs)
+    )
+    model = planned(custom_model(), {"policy": "selective", "save": ["attention"]})
+    with matmul_precision("medium"):
+        in_forward = precision_now()
+        loss = custom_loss(model)
+    assert not found
+    assert precision_now() != in_forward
+    loss.backward()
+    assert set(found) == {in_forward}
+
+
 def test_segments_inside_one_autocast_of_several_steps():
     """Autocast caches the casts of the first step, and keeps them while it is on."""
     found = []

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.full import CALLS_A_TRANSFORM, FullRegion
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
@@ -134,7 +134,7 @@ class RebuildRegion(Region):
             return output
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
-                raise TransformError(self.block, "it calls `torch.func.grad`, which allows no hooks.") from error
+                raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
         finally:
             running.tape = outer

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
-from hf_ckpt.engines.rebuild.ops import LINEAR, VIEW, Op
+from hf_ckpt.engines.rebuild.ops import ATTENTION, LINEAR, VIEW, Op
 from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
 from hf_ckpt.engines.seen import Seen, version_of
 
@@ -276,6 +276,8 @@ class Tape:
             return None
         if row.op_class == VIEW:
             return View(operands[0], operation)
+        if row.op_class in (LINEAR, ATTENTION):  # switches of the process choose their kernels
+            operation = functools.partial(compat.switches.Switches().run, operation)
         return Rebuilt(self.work, operation, operands)
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
