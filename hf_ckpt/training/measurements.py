@@ -265,7 +265,9 @@ class Measurements:
         for pair, change in self.changes.items():
             measured = self._measured_on[pair]
             covers = Batch(measured.forwards, True).covers(Batch(batch.forwards, True))
-            changes[pair] = dataclasses.replace(change, growth=0.0 if covers else batch.growth(measured))
+            growth = 0.0 if covers else batch.growth(measured)
+            scale = round(change.scale * self._backward_ratio(measured, batch.resident))
+            changes[pair] = dataclasses.replace(change, growth=growth, scale=scale)
         for call in full.calls if guessed else ():
             action, kind = guessed.get(call.name[0]), self.kinds[batch.state][call.name]
             if action is None or (kind, action) in self.changes:
@@ -283,6 +285,20 @@ class Measurements:
             if like and (kind, action) not in changes:
                 changes[kind, action] = max(like, key=lambda change: change.forward_net / max(1, change.scale))
         return changes
+
+    def _backward_ratio(self, measured: Batch, resident: bool) -> float:
+        """What the backwards of a measured batch need in a step that begins with or without gradients, relative to the
+        measured step; 1 if that is not known.
+
+        The first micro-step allocates gradients in its backward, and later ones add to them. Blocks keep the same in
+        both, so a change that was measured in one sort must not be scaled by that difference in the other.
+        """
+        known, step = self.reference(measured) or (measured, None)
+        other = self.full.get(dataclasses.replace(known, resident=resident))
+        if step is None or other is None:
+            return 1.0
+        sizes = [sum(call.backward.peak for call in each.calls if call.backward) for each in (step, other)]
+        return sizes[1] / max(1, sizes[0])
 
     def _shares_of_time(self) -> dict[Pair, float]:
         """Time of forward and backward as a share of that under `full`; a kind without a time has the shortest of all.

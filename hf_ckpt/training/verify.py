@@ -100,9 +100,8 @@ def verify(
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
-    base = base_model(model)
-    is_packed = compat.transformers.cache_hides_packing(base, batch)
-    if "use_cache" not in batch and compat.transformers.wants_use_cache(base) and not is_packed:
+    is_packed = compat.transformers.cache_hides_packing(base_model(model), batch)
+    if "use_cache" not in batch and compat.transformers.wants_use_cache(base_model(model)) and not is_packed:
         batch = {**batch, "use_cache": False}
     before = StepState(model, compat.random_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -159,7 +158,7 @@ def verify(
             problems.append(f"{name} differs by {gap:.2g} of its norm")
             break
     if is_packed and problems:
-        problems.append(PACKED % type(base).__name__)
+        problems.append(PACKED % after.plan.model)
     if not there:
         problems.append("no parameter got a gradient: nothing was compared")
     equal = f"{sum(gaps[name] == 0 for name in there)} of {len(there)} bit-equal"

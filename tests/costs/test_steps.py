@@ -153,14 +153,39 @@ def test_a_smaller_batch_tells_what_a_larger_one_needs():
     assert dataclasses.replace(other.at(full.calls[1]), later=same.later) == same
 
 
+def nothing_measured():
+    """The measurements of a model of four blocks, before the first."""
+    blocks = {f"b{number}": Block(f"b{number}", "decoder", number, "Made") for number in range(4)}
+    return Measurements(nn.ModuleDict({name: nn.Identity() for name in blocks}), blocks, ACTIONS, {})
+
+
+def batch_of(tokens, resident=False):
+    return Batch((Forward("decoder", (("input_ids", (2, tokens)),), False),), resident)
+
+
+@pytest.mark.parametrize("tried_on", [False, True])
+def test_what_a_micro_step_shows_holds_for_the_others(tried_on):
+    """The first micro-step allocates gradients in its backward, and later ones begin with them; blocks keep the same.
+
+    `tried_on` says which of them shows it: whether it begins with gradients.
+    """
+    known = nothing_measured()
+    machines = {False: Machine(gradients=40), True: Machine(start=170, gradients=0)}
+    for resident, machine in machines.items():
+        known.learn_full(batch_of(8, resident), step_of(machine.levels([FULL] * 4)))
+    trial = step_of(machines[tried_on].levels([FULL, FULL, KEEP, FULL]))
+    assert known.learn_trial(batch_of(8, tried_on), trial, {"b2": KEEP})
+    for resident, machine in machines.items():
+        predicted = known.costs(batch_of(8, resident)).peak(dict.fromkeys(known.blocks, KEEP))
+        assert predicted == step_of(machine.levels([KEEP] * 4)).peak_bytes
+
+
 def test_of_several_timed_steps_the_shortest_times_count():
     """A stall of three seconds changes nothing. Times of a shorter batch are forgotten."""
-    levels = Machine().levels([FULL] * 4)
-    blocks = {f"b{number}": Block(f"b{number}", "decoder", number, "Made") for number in range(4)}
-    known = Measurements(nn.ModuleDict({name: nn.Identity() for name in blocks}), blocks, ACTIONS, {})
+    levels, known = Machine().levels([FULL] * 4), nothing_measured()
 
     def learn(tokens, nanoseconds, stalled=None):
-        batch = Batch((Forward("decoder", (("input_ids", (2, tokens)),), False),), False)
+        batch = batch_of(tokens)
         times = [3 * 10**9 if place == stalled else nanoseconds for place in range(len(levels))]
         pairs = zip(levels, times, strict=True)
         step = step_of([dataclasses.replace(level, nanoseconds=spent) for level, spent in pairs])
