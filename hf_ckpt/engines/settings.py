@@ -165,7 +165,7 @@ def _holds_tensors_or_changes(value: Any) -> bool:
 def _is_box(key: str, value: Any) -> bool:
     """Whether an attribute is one of `Settings.boxes`."""
     if key in _INTERNAL:
-        return key in ("_forward_pre_hooks", "_forward_hooks", "_modules")
+        return key == "_modules" or key.startswith("_forward")  # hooks, and how torch calls them
     return _is_plain_container(value)
 
 
