@@ -193,18 +193,15 @@ def _chooses(kind: Any) -> bool:
 def _is_cheap(module: nn.Module, found: FoundBlocks) -> bool:
     """Whether a module may be run again, in a model of this family.
 
-    Beside named modules, these are transformers' own norms that hold nothing but parameters, in models without a row.
+    Beside named modules, these are transformers' own norms that hold nothing but parameters.
     """
     row = FAMILIES.get(found.family)
-    if _kind(module) in {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}:
+    kind = compat.distributed.plain_class(module)
+    if kind.__name__ in {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}:
         return True
     bare = not any(True for _ in module.children()) and not any(True for _ in module.buffers(recurse=False))
-    return found.family == GENERIC and bare and is_norm(module) and _known_class(module)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by the name of its class."""
-    return _kind(module).lower().endswith("norm")
+    is_norm = kind.__name__.lower().endswith("norm")
+    return bare and is_norm and kind.__module__.startswith("transformers.models.")
 
 
 def vocabulary_head(base: nn.Module) -> nn.Module | None:
@@ -238,11 +235,6 @@ def outermost_models(model: nn.Module) -> Iterator[compat.transformers.PreTraine
 def _kind(module: nn.Module) -> str:
     """Return a module's class name, without the class that FSDP2 puts in front of it."""
     return compat.distributed.plain_class(module).__name__
-
-
-def _known_class(module: nn.Module) -> bool:
-    """Return whether a module's class comes from transformers itself."""
-    return compat.distributed.plain_class(module).__module__.startswith("transformers.models.")
 
 
 def _known() -> str:

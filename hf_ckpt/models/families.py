@@ -54,8 +54,8 @@ class Family:
     head: str = ""
     """Ending of the qualified name of the projection to the vocabulary; empty if the models have none."""
     cheap: tuple[str, ...] = ()
-    """Class names of small modules that `selective` may recompute as a whole, in addition to `CHEAP_EVERYWHERE`. They
-    take one tensor and return one, draw no random numbers, and change nothing in place."""
+    """Class names of small modules that `selective` may recompute as a whole, in addition to `CHEAP_EVERYWHERE` and to
+    norms of transformers. They take one tensor and return one, draw no random numbers, and change nothing in place."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
     """The config keys that hold the number of blocks of each stack."""
     learned_positions: tuple[str, ...] = ()
@@ -136,14 +136,6 @@ for _row in (
         model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
         stacks=(("decoder", "layers"),),
         head="lm_head",
-        cheap=(
-            "LlamaRMSNorm",
-            "MistralRMSNorm",
-            "Qwen2RMSNorm",
-            "Qwen3RMSNorm",
-            "Gemma2RMSNorm",
-            "Gemma3RMSNorm",
-        ),
         depths={"decoder": ("num_hidden_layers",)},
         tiny=TinyModel(
             "LlamaConfig",
@@ -214,7 +206,6 @@ for _row in (
         model_types=("t5", "mt5", "umt5", "longt5"),
         stacks=(("encoder", "encoder.block"), ("decoder", "decoder.block")),
         head="lm_head",
-        cheap=("T5LayerNorm", "MT5LayerNorm", "UMT5LayerNorm", "LongT5LayerNorm"),
         depths={"encoder": ("num_layers",), "decoder": ("num_decoder_layers",)},
         tiny=TinyModel(
             "T5Config",
