@@ -210,19 +210,6 @@ def vocabulary_head(base: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def head_module(base: nn.Module, family: str) -> nn.Module | None:
-    """Return a model's projection onto the vocabulary or the labels, whose output can make the peak of a step.
-
-    None if it is unknown: `family` has no row, or its row names no head.
-    """
-    embeddings = vocabulary_head(base)
-    if embeddings is not None:
-        return embeddings
-    row = FAMILIES.get(family)
-    ending = row.head if row else ""
-    return next((module for name, module in plain_modules(base) if ending and name.endswith(ending)), None)
-
-
 def outermost_models(model: nn.Module) -> Iterator[compat.transformers.PreTrainedModel]:
     """Yield every PreTrainedModel in a module that is not inside another one, each time it is reached."""
     if isinstance(model, compat.transformers.PreTrainedModel):

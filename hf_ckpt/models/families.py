@@ -1,7 +1,7 @@
 """The families: one row of data for each group of models that share a structure.
 
-A row lists the model types, where the stacks and the head are, which config keys count the blocks, which small modules
-may be recomputed as a whole, and how to make a small random model. No other file names a family.
+A row lists the model types, where the stacks are, which config keys count the blocks, which small modules may be
+recomputed as a whole, and how to make a small random model. No other file names a family.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GENERIC_DEPTHS: Depths = {
     "encoder": ("num_encoder_layers", "encoder_layers", *_DEPTH_OF_ALL),
     "decoder": ("num_decoder_layers", "decoder_layers", *_DEPTH_OF_ALL),
 }
-"""The keys for models of no known family. Stacks with other names use the keys of `_DEPTH_OF_ALL`."""
+"""The usual keys. Stacks with other names use the keys of `_DEPTH_OF_ALL`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class TinyModel:
 class Family:
     """A group of models that share a structure, and where their parts are.
 
-        family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
+        family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),))
         hf_ckpt.register_family(family)
 
-    Models without a family work, too. A family names the stacks and the head.
+    Models without a family work, too. A family names the stacks.
     """
 
     name: str
@@ -51,13 +51,11 @@ class Family:
     """Values of `config.model_type` that belong to the family."""
     stacks: tuple[tuple[str, str], ...]
     """(stack name, ending of the qualified name of the list that holds its blocks), in the order the stacks run."""
-    head: str = ""
-    """Ending of the qualified name of the projection to the vocabulary; empty if the models have none."""
     cheap: tuple[str, ...] = ()
     """Class names of small modules that `selective` may recompute as a whole, in addition to `CHEAP_EVERYWHERE` and to
     norms of transformers. They take one tensor and return one, draw no random numbers, and change nothing in place."""
     depths: Depths = dataclasses.field(default_factory=lambda: GENERIC_DEPTHS)
-    """The config keys that hold the number of blocks of each stack."""
+    """The config keys that hold the number of blocks of each stack; by default, the usual ones."""
     learned_positions: tuple[str, ...] = ()
     """The model types with learned position embeddings, so that `max_position_embeddings` limits a sequence."""
     tiny: TinyModel | None = None
@@ -85,7 +83,7 @@ FAMILIES: dict[str, Family] = {}
 def register_family(family: Family) -> None:
     """Add a family, or replace the one of the same name.
 
-        family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),), head="lm_head")
+        family = hf_ckpt.Family("opt", model_types=("opt",), stacks=(("decoder", "decoder.layers"),))
         hf_ckpt.register_family(family)
 
     Raises `ValueError` if one of its model types belongs to another family.
@@ -135,8 +133,6 @@ for _row in (
         name="llama",
         model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
         stacks=(("decoder", "layers"),),
-        head="lm_head",
-        depths={"decoder": ("num_hidden_layers",)},
         tiny=TinyModel(
             "LlamaConfig",
             "LlamaForCausalLM",
@@ -155,8 +151,6 @@ for _row in (
         name="gpt2",
         model_types=("gpt2", "gpt_neo", "gptj"),
         stacks=(("decoder", "h"),),
-        head="lm_head",
-        depths={"decoder": ("n_layer", "num_layers")},
         learned_positions=("gpt2", "gpt_neo"),
         tiny=TinyModel(
             "GPT2Config",
@@ -176,15 +170,11 @@ for _row in (
         name="gpt_neox",
         model_types=("gpt_neox",),
         stacks=(("decoder", "layers"),),
-        head="lm_head",
-        depths={"decoder": ("num_hidden_layers",)},
     ),
     Family(
         name="bert",
         model_types=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         stacks=(("encoder", "encoder.layer"),),
-        head="decoder",
-        depths={"encoder": ("num_hidden_layers",)},
         learned_positions=("bert", "roberta", "electra", "camembert", "xlm-roberta"),
         tiny=TinyModel(
             "BertConfig",
@@ -205,7 +195,6 @@ for _row in (
         name="t5",
         model_types=("t5", "mt5", "umt5", "longt5"),
         stacks=(("encoder", "encoder.block"), ("decoder", "decoder.block")),
-        head="lm_head",
         depths={"encoder": ("num_layers",), "decoder": ("num_decoder_layers",)},
         tiny=TinyModel(
             "T5Config",

@@ -40,7 +40,7 @@ from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError, Spe
 from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, spare_bytes
-from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, head_module
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, vocabulary_head
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.reading import READERS
@@ -124,7 +124,7 @@ class MemoryTimeCallback(TrainerCallback):
             if record is None:
                 _refuse_options_without_hf_ckpt(args)
             tell("hf_ckpt: %s: %s", found.model, _who_checkpoints(found, record))
-            head = head_module(found.base, found.family)
+            head = vocabulary_head(found.base)
             if head is not None:
                 self._handles.append(head.register_forward_hook(self._counts.see_head))
         devices = compat.distributed.devices_of_model(model)

@@ -95,7 +95,7 @@ def test_an_unknown_family_works_with_one_line_of_warning_until_it_is_registered
     ]
     assert len(recomputed(model)) == 2
     forget_warnings()
-    register_family(Family("opt", ("opt",), (("text", "decoder.layers"),), head="lm_head"))
+    register_family(Family("opt", ("opt",), (("text", "decoder.layers"),)))
     assert (find_blocks(model).family, depths(find_blocks(model))) == ("opt", {"text": 2})
     hf_ckpt.install(model, {"layers": {"text": "1"}})
     assert list(hf_ckpt.describe(model).plan.active()) == ["model.decoder.layers.1"]
