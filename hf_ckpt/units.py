@@ -7,18 +7,11 @@ from decimal import Decimal
 
 from hf_ckpt.errors import HfCkptError, shown
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    **dict.fromkeys(("k", "kib"), 2**10),
-    **dict.fromkeys(("m", "mib"), 2**20),
-    **dict.fromkeys(("g", "gib"), 2**30),
-    **dict.fromkeys(("t", "tib"), 2**40),
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[_letter] = 1024**_power
 _LEAST_BYTES = 2**20
 """A smaller size without a unit is refused: the unit was probably forgotten."""
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
