@@ -174,12 +174,10 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
         found["dtype"] = "float32"  # accelerate casts what is trained
+    elif "dtype" not in fields and fields.get("load_in_4bit"):
+        found["dtype"] = "bfloat16"
     elif "dtype" not in fields:  # since transformers 5
-        dtype = (
-            "bfloat16"
-            if fields.get("load_in_4bit")
-            else getattr(load_config(fields["model"]), "dtype", None) or "float32"
-        )
+        dtype = getattr(load_config(fields["model"]), "dtype", None) or "float32"
         found["dtype"] = str(dtype).removeprefix("torch.")
     if "lora" in fields and "lora_targets" not in fields:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
