@@ -220,8 +220,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
     if step.forward is not None:
         vars(model)["forward"] = step.forward
     try:
-        with contextlib.ExitStack() as around:
-            around.enter_context(meter)
+        with meter:
             meter.part = "before"
             mark("begin")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
