@@ -50,6 +50,10 @@ class CallCosts:
     """Bytes that its backward leaves alive, such as gradients."""
     costs: Mapping[Action, Cost]
 
+    def first_of(self, *actions: Action) -> Action:
+        """The first of these actions that the call may have; its first action if it may have none of them."""
+        return next((action for action in actions if action in self.costs), next(iter(self.costs)))
+
 
 @dataclasses.dataclass(frozen=True)
 class StackEnd:
@@ -155,17 +159,12 @@ class Costs:
 
         Others get the action that keeps the same tensors on the device, or else the first of their own actions.
         """
-        near = (action, ON_DEVICE.get(action, action))
-        return tuple(next((a for a in near if a in call.costs), next(iter(call.costs))) for call in self.calls)
+        return tuple(call.first_of(action, ON_DEVICE.get(action, action)) for call in self.calls)
 
     def choice(self, chosen: Mapping[str, Action]) -> Choice:
         """The choice that gives blocks, by name, these actions if they may have them; others keep least."""
         least = FULL if FULL in self.actions else COMPILED
-        choice = []
-        for call in self.calls:
-            near = (chosen.get(call.blocks[0].name, least), least)
-            choice.append(next((action for action in near if action in call.costs), next(iter(call.costs))))
-        return tuple(choice)
+        return tuple(call.first_of(chosen.get(call.blocks[0].name, least), least) for call in self.calls)
 
     def peak(self, chosen: Mapping[str, Action]) -> int:
         """The predicted peak of that choice."""
