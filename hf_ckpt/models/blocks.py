@@ -135,9 +135,8 @@ def plain_name(name: str) -> str:
 def refuse_other_owner(model: nn.Module) -> None:
     """Raise `OwnerConflictError` if torch's checkpoint wrapper is around a block of `model`."""
     for name, module in model.named_modules():
-        if isinstance(
-            module, compat.transformers.GradientCheckpointingLayer
-        ) and compat.distributed.FOREIGN_OWNER_SEGMENT in name.split("."):
+        is_block = isinstance(module, compat.transformers.GradientCheckpointingLayer)
+        if is_block and compat.distributed.FOREIGN_OWNER_SEGMENT in name.split("."):
             raise OwnerConflictError(
                 f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
                 "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
