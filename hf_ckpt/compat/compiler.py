@@ -86,11 +86,8 @@ def _keeping_what_may_change() -> Any:
 
 def _draws(node: torch.fx.Node) -> bool:
     """Whether an operation draws random numbers. Attention does so only with dropout."""
-    operation = node.target
-    if (
-        not isinstance(operation, private("torch._ops.OpOverload"))
-        or torch.Tag.nondeterministic_seeded not in operation.tags
-    ):
+    operation: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):  # functions of Python have none
         return False
     names = [argument.name for argument in operation._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
