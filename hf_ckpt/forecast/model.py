@@ -24,7 +24,7 @@ from hf_ckpt.compat.peft import adapters_of, add_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.presets import presets
-from hf_ckpt.forecast.quantised import QuantisedLinear, prepare_for_kbit_training, quantise
+from hf_ckpt.forecast.quantised import QuantisedLinear, quantise
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix, plain_modules, plain_name
 from hf_ckpt.models.families import depth_keys, learned_positions
@@ -238,8 +238,6 @@ def load_config(name: str) -> Any:
         if path.suffix == ".gguf" and path.is_file():
             return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
-    except HfCkptError:
-        raise
     except Exception as error:  # configs validate themselves, with errors of all kinds
         near = difflib.get_close_matches(name.lower().rpartition("/")[2], presets(), n=2)
         hint, known = f"Did you mean {' or '.join(near)}? Else give" if near else "Give", ", ".join(presets())
@@ -284,12 +282,12 @@ def _prepared(model: nn.Module, workload: Question) -> nn.Module:
     """Quantise the base of a model and add adapters, as the workload says."""
     if workload.lora is None:
         return model
-    from peft import LoraConfig
+    from peft import LoraConfig, prepare_model_for_kbit_training
 
     if workload.load_in_4bit:
         quantise(model, DTYPES[workload.dtype], double=workload.double_quant)
     if workload.prepared:
-        prepare_for_kbit_training(model)
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout
     targets = workload.lora_targets if isinstance(workload.lora_targets, str) else list(workload.lora_targets)
     lora = LoraConfig(r=workload.lora, target_modules=targets, lora_dropout=dropout)

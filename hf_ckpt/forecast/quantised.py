@@ -79,10 +79,3 @@ def quantise(model: nn.Module, compute: torch.dtype, *, double: bool) -> None:
         model.set_submodule(name, QuantisedLinear(model.get_submodule(name), compute, double=double))
     model.requires_grad_(False)
     vars(model)["is_loaded_in_4bit"] = True
-
-
-def prepare_for_kbit_training(model: nn.Module) -> None:
-    """Cast 16-bit parameters to float32, as PEFT's `prepare_model_for_kbit_training`: norms, embeddings, the head."""
-    for parameter in model.parameters():
-        if parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.to(torch.float32)
