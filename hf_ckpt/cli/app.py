@@ -13,9 +13,9 @@ from hf_ckpt.cli.arguments import positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.answer import HEADS, Forecast
 from hf_ckpt.forecast.devices import DEVICES
+from hf_ckpt.forecast.figure import budgets_of, figure_of
 from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.question import FIELDS, Question, about, command_of, option_of, question
-from hf_ckpt.forecast.report import budgets_of, figure_of, import_plotly
 from hf_ckpt.units import GIB
 
 ASKED = {name: about(field) for name, field in FIELDS.items() if about(field).label}
@@ -111,9 +111,9 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
         import gradio
+        import plotly  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
-    import_plotly("hf-ckpt app")
+        raise MissingDependencyError(str(error.name), "hf-ckpt app", "pip install gradio plotly") from error
     from hf_ckpt.forecast.forecast import Forecaster
 
     with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from hf_ckpt.cli.arguments import add_options, asked_of, quiet_libraries
 from hf_ckpt.console import make_console, progress
 from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.question import FIELDS, Question, about, question
-from hf_ckpt.forecast.report import import_plotly, save_report
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 
@@ -33,24 +31,19 @@ def add(verbs: Any) -> None:
     plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments, YAML or JSON; options win")
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
-    plan.add_argument("--html", type=Path, help="file for a report with a slider for the budget (.html)")
     plan.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print whether the training fits, what to write, the plan and its costs; with options, write files.
+    """Print whether the training fits, what to write, the plan and its costs; with `--out`, save the plan.
 
     Returns 2 if no plan fits into the budget, or the plan does not fit into the device.
     """
     if arguments.out is not None:
         refuse_unwritable(arguments.out, SUFFIXES)
-    if arguments.html is not None:
-        refuse_unwritable(arguments.html, (".html",))
-        import_plotly("a report in HTML")
     quiet_libraries(to_plan=True)
     asked, program = _read_config(arguments)
     console = make_console(stderr=arguments.json)
-    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with progress(f"{asked.model}: loading torch and transformers") as tell:
         from hf_ckpt.forecast.forecast import Forecaster
 
@@ -64,10 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         forecast.plan.save(arguments.out)
         spec = json.dumps({"plan": str(arguments.out)})
-        say(f"wrote the plan to {arguments.out}; the spec to train with it: {spec}")
-    if arguments.html is not None:
-        save_report(forecast, arguments.html)
-        say(f"wrote a report with a slider for the budget to {arguments.html}")
+        text = f"wrote the plan to {arguments.out}; the spec to train with it: {spec}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     return 0 if forecast.fits else 2
 
 

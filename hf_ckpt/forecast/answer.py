@@ -1,4 +1,4 @@
-"""`Forecast`: the answer to one question, which the console, the report and the page show; and its sentences and lines.
+"""`Forecast`: the answer to one question, which the console and the page show; and its sentences and lines.
 
 Importing it does not import torch.
 """

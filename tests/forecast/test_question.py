@@ -21,7 +21,7 @@ TEXT = """--accum 2; --architecture AClass; --attention eager; --autocast none; 
 --packing; --padded; --parallel fsdp2 --ranks 2; --ranks 2; --seconds 4.0; --seq 9; --target-seq 7; --trainer dpo"""
 OPTIONS = TEXT.replace("\n", " ").split("; ")
 """Every option, with a value that is not its default, and with options that it needs."""
-FILES = {"--config", "--html", "--json", "--out", "--help", "-h"}
+FILES = {"--config", "--json", "--out", "--help", "-h"}
 
 
 def asked(words):

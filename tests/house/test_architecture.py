@@ -21,7 +21,7 @@ TEXTS = {
 TORCH_FREE = re.compile(
     "(spec|costs|doctor|cli)/.*|__main__|errors|units|logs|console|models/families|training/summary"
     "|planner/(policies|choose|budgets|segments)"
-    "|forecast/(answer|devices|optimizers|presets|question|report)"
+    "|forecast/(answer|devices|optimizers|presets|question|figure)"
 )
 
 

@@ -1,33 +1,16 @@
-"""The report of `hf-ckpt plan --html` and the figure of `hf-ckpt app`, drawn by plotly."""
+"""The figure of `hf-ckpt app`, drawn by plotly."""
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Sequence
-from html import escape
-from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import MissingDependencyError
-from hf_ckpt.forecast.answer import Forecast, Row, print_forecast
-from hf_ckpt.spec.files import write_text
+from hf_ckpt.forecast.answer import Forecast, Row
 from hf_ckpt.units import GIB
 
 PARTS = {"resident": "#d5d8dc", "gradients": "#aab1ba", "kept for backward": "#8b97a5", "temporary": "#566373"}
 """What fills memory -> its colour."""
-_SHOW = "for (const part of document.querySelectorAll('section')) part.hidden = part.id !== 'at-' + value"
-"""What the slider does: shows the part of its position."""
-
-
-def import_plotly(purpose: str) -> Any:
-    """Return the package `plotly`. Without it, raises `MissingDependencyError`, which names the purpose."""
-    try:
-        import plotly.io
-        import plotly.subplots
-    except ImportError as error:
-        raise MissingDependencyError("plotly", purpose, "pip install plotly") from error
-    return plotly
 
 
 def budgets_of(forecast: Forecast) -> list[int]:
@@ -35,37 +18,15 @@ def budgets_of(forecast: Forecast) -> list[int]:
     return [-(-row.peak_bytes // 2**20) * 2**20 for row in forecast.frontier]
 
 
-def save_report(forecast: Forecast, path: Path) -> None:
-    """Write a self-contained page: the figure with a slider for the budget, and the answer for each of its positions.
-
-    The forecast's own answer is shown first. Raises `MissingDependencyError` without plotly, and `FileError` if the
-    file cannot be written.
-    """
-    from rich.console import Console
-
-    plotly = import_plotly("a report in HTML")
-    stops = sorted([forecast, *map(forecast.within, budgets_of(forecast))], key=lambda stop: stop.budget_bytes)
-    title = escape(f"Plan for {forecast.workload.model}")
-    page = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head><body>'
-    page += f'<h1>{title}</h1><label>budget: <input type="range" max="{len(stops) - 1}" value="{stops.index(forecast)}"'
-    page += f' oninput="{_SHOW}" style="width: 60%"></label>'
-    for number, stop in enumerate(stops):
-        console = Console(file=io.StringIO(), width=140, record=True)
-        print_forecast(stop, console)
-        figure = figure_of(stop).update_layout(width=1200)  # plotly cannot measure what is hidden
-        drawn = plotly.io.to_html(figure, include_plotlyjs=not number, full_html=False)
-        hidden = "" if stop is forecast else " hidden"
-        page += f'<section id="at-{number}"{hidden}><pre>{escape(console.export_text())}</pre>{drawn}</section>'
-    write_text(path, f"{page}</body></html>\n")
-
-
 def figure_of(forecast: Forecast) -> Any:
     """A figure of plotly: what fills memory over the step under the plan, and step time against peak of all rows.
 
     The dotted line is the step without checkpointing, and the star is the plan.
     """
+    from plotly.subplots import make_subplots
+
     titles = ("Memory over one micro-step and the optimizer", "Step time against peak")
-    figure = import_plotly("a figure").subplots.make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
+    figure = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
 
     def over_time(shown: Forecast) -> tuple[list[float], list[tuple[float, ...]]]:
         """At the end of each part of the step, its seconds; and for each of `PARTS`, the GiB at the part's peak."""
