@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -63,11 +62,10 @@ class Levels:
 
     def levels(self) -> tuple[Level, ...]:
         """Return all boundaries, with the times between them. Waits for an accelerator. The meter must have stopped."""
-        stamps = [stamp for _, stamp in self._found]
-        spent = itertools.starmap(self.meter.between, zip(stamps[:1] + stamps[:-1], stamps, strict=True))
+        before = self._found[:1] + self._found[:-1]
         return tuple(
-            dataclasses.replace(level, nanoseconds=nanoseconds)
-            for (level, _), nanoseconds in zip(self._found, spent, strict=True)
+            dataclasses.replace(level, nanoseconds=self.meter.between(earlier, stamp))
+            for (_, earlier), (level, stamp) in zip(before, self._found, strict=True)
         )
 
 
