@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from hf_ckpt import compat
-from hf_ckpt.measure.live import Holder, LiveBytes
+from hf_ckpt.measure.live import Holder, LiveBytes, tensors_in
 
 Price = Callable[[int, int, int], int]
 """(floating-point operations, bytes read and written, bytes of an element) -> nanoseconds."""
@@ -62,7 +62,7 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
             storage = result.untyped_storage()
             self._sources[storage._cdata] = self._source(args[0])
             weakref.finalize(storage, self._sources.pop, storage._cdata, None).atexit = False
-        made = list(_tensors(result))
+        made = list(tensors_in(result))
         new = [self._count(value) for value in made]
         if any(new) or func._schema.is_mutable:
             self._nanoseconds += self._time_of(func, args, kwargs, result, made)
@@ -91,7 +91,7 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         return self._sources.get(key, key)
 
     def _time_of(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> int:
-        read = _tensors((args, tuple(kwargs.values())))
+        read = tensors_in((args, tuple(kwargs.values())))
         moved = sum(value.nbytes for value in {id(value): value for value in (*read, *made)}.values())
         count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
@@ -102,15 +102,6 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
 
 FakeMeter.__torch_dispatch__ = inspect.unwrap(FakeMeter.__torch_dispatch__)  # type: ignore[method-assign]
 """Without torch's wrapper for dynamo, which does not run on fake tensors: it costs a tenth of the time."""
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operation, which nest them in tuples and lists only."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

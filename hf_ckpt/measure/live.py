@@ -111,15 +111,12 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
 
     def _count_all(self, result: Any) -> None:
         """Count the storages of the tensors that an operation returned."""
-        if isinstance(result, torch.Tensor):
-            if type(result) in _PLAIN and result.layout is torch.strided:
-                self._count(result)
+        for tensor in tensors_in(result):
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                self._count(tensor)
             else:
-                for part in compat.torch.parts_with_storage(result):
+                for part in compat.torch.parts_with_storage(tensor):
                     self._count(part)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._count_all(part)
 
     def _count(self, tensor: torch.Tensor) -> bool:
         """Count the storage of a tensor. Returns whether it was not counted before."""
@@ -150,6 +147,15 @@ class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyp
 
     def _freed(self, key: int, size: int) -> None:
         self.current_bytes -= size
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operation, which nest them in tuples and lists only."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
 
 
 def tensors_of(holder: Holder) -> Iterator[torch.Tensor]:
