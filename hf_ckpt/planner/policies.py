@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action
 from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
-from hf_ckpt.spec.reading import SAVING, parse_layers
+from hf_ckpt.spec.reading import SAVING, did_you_mean, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
 
 
@@ -142,8 +141,7 @@ def _select(
     Errors are added to `problems`, with `where` as the place in the spec.
     """
     if stack is not None and stack not in stacks:
-        near = difflib.get_close_matches(stack, stacks, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(stack, stacks) or "."
         problems.append(f"{where} names the stack {stack!r}, but this model has {', '.join(map(repr, stacks))}{hint}")
         return []
     chosen: list[Block] = []

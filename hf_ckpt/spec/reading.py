@@ -107,7 +107,7 @@ def read_keys(
     return values, problems
 
 
-def _did_you_mean(value: object, allowed: Iterable[object]) -> str:
+def did_you_mean(value: object, allowed: Iterable[object]) -> str:
     """Return the end of an error: the choice that a value may be a misspelling of; empty without one."""
     choices = {str(choice): choice for choice in allowed}
     for near in similar(value, choices, 1):
@@ -124,7 +124,7 @@ def one_of(*allowed: object) -> Reader:
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
         choices = ", ".join(json.dumps(choice) for choice in allowed)
-        raise ValueError(f"must be one of {choices}, but is {shown(value)} instead{_did_you_mean(value, allowed)}")
+        raise ValueError(f"must be one of {choices}, but is {shown(value)} instead{did_you_mean(value, allowed)}")
 
     return read
 
@@ -137,7 +137,7 @@ def whole(least: int, *others: str) -> Reader:
         if (type(value) is int and least <= value <= _MOST) or (isinstance(value, str) and value in others):
             return value
         too_large = type(value) is int and value > _MOST
-        hint = f"; the largest number is {_MOST:,}" if too_large else _did_you_mean(value, others)
+        hint = f"; the largest number is {_MOST:,}" if too_large else did_you_mean(value, others)
         raise ValueError(f"must be {' or '.join(known)}, but is {shown(value)} instead{hint}")
 
     return read
