@@ -203,9 +203,8 @@ class Plan:
             parts = [f"{action} {spans(indices)}" for action, indices in chosen.items()]
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
         if self.head != "full":
-            lines.append(
-                f"  head: planned in chunks ({self.head if isinstance(self.head, str) else f'{self.head} tokens'})"
-            )
+            size = self.head if isinstance(self.head, str) else f"{self.head} tokens"
+            lines.append(f"  head: planned in chunks ({size})")
         return "\n".join(lines)
 
 
