@@ -59,22 +59,20 @@ _INPUT_GRADIENT_NAMES = ("enable_input_require_grads", "disable_input_require_gr
 """Methods of PreTrainedModel that add and remove the embedding hook; see `_drop_input_gradients`."""
 
 
-def attach(model: nn.Module | FoundBlocks, spec: Spec, plan: Plan, decider: Any = None) -> Installation:
+def attach(found: FoundBlocks, spec: Spec, plan: Plan, decider: Any) -> Installation:
     """Make `plan` the one that a model's enable calls apply, and return the model's record.
 
     If checkpointing is already on, the plan takes effect at once; otherwise nothing is enabled yet. A model inside this
     one loses its own plan.
 
     Args:
-        model: a PreTrainedModel, plain or wrapped by PEFT, DDP or torch.compile; or what `find_blocks` returned for it.
+        found: the model's blocks.
         spec: the user's spec.
         plan: one action for every block of the model.
         decider: see `Installation.decider`. It is used only if the model has no record yet.
 
-    Raises `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled, and `NoBlocksError` as
-    `find_blocks` does.
+    Raises `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled.
     """
-    found = model if isinstance(model, FoundBlocks) else find_blocks(model)
     base = found.base
     records = {module: vars(module)[RECORD] for module in base.modules() if RECORD in vars(module)}
     owned = {id(region) for record in records.values() for region in record.regions.values()}
@@ -230,12 +228,12 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Any =
     The plan gets a record of its own, so the session, the watch and all counts of an installation are left alone.
 
     Args:
-        model: as for `attach`.
+        model: a PreTrainedModel, plain or wrapped.
         plan: one action for every block of the model.
         spec: the spec of the plan; None if the plan was passed as an object.
         decider: as for `attach`.
 
-    Raises what `attach` raises. The model is as before then.
+    Raises what `attach` and `find_blocks` raise. The model is as before then.
     """
     found = find_blocks(model)
     base, record = found.base, installation(found.base)
@@ -272,7 +270,7 @@ def adopt(found: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> N
     record.regions = record.functions.of(plan)
 
 
-def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = None) -> None:
+def exchange(base: nn.Module, record: Installation, planned: Any) -> None:
     """Switch to another plan of the same spec during training. Existing functions keep their counts.
 
     If only functions on blocks differ, exchange these and leave the hooks alone. All plans of a spec run the head
@@ -281,16 +279,15 @@ def exchange(base: nn.Module, record: Installation, plan: Plan, planned: Any = N
     Args:
         base: the model.
         record: the record on it.
-        plan: the plan to switch to. If it has the same actions, only the record changes.
-        planned: what a session records with it; see `Installation.planned`.
+        planned: what a session records with the plan; see `Installation.planned`. If the plan has the same actions,
+            only the record changes.
     """
-    if planned is not None:
-        record.planned = planned
-    if record.enabled and plan == record.plan:
-        record.plan = plan  # for its predicted costs
+    had_these_actions = record.enabled and planned.plan == record.plan
+    record.planned, record.plan = planned, planned.plan
+    if had_these_actions:  # the predicted costs may be others
         return
     before, known = record.regions, len(record.functions.made)
-    record.plan, record.regions = plan, record.functions.of(plan)
+    record.regions = record.functions.of(record.plan)
     if not record.enabled or len(record.functions.made) > known:  # new functions need hooks
         put_on(find_blocks(base), record)
         return

@@ -126,9 +126,8 @@ class Boundaries:
             return
         if not self._in_backward:
             compat.torch.call_after_backward(self._ends_backward)
-            self._call = (
-                compat.frames.running_call()
-            )  # of autograd's engine, which calls this; 0 in a thread of its own
+            # The call of autograd's engine, which calls this; 0 in a thread of its own.
+            self._call = compat.frames.running_call()
         self._in_backward = True
         self._note("backward", name)
 

@@ -29,15 +29,14 @@ class TrainingClock:
         """Steps since the last `take`, which the caller counts."""
 
     def resume(self) -> None:
-        """Start to count time, if it is not counted already."""
-        if self.running_since is None:
-            self.running_since = time.perf_counter()
+        """Start to count time. It must not be counted already."""
+        self.running_since = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop counting time until `resume`."""
-        if self.running_since is not None:
-            self._seconds += time.perf_counter() - self.running_since
-            self.running_since = None
+        """Stop counting time until `resume`. It must be counted now."""
+        assert self.running_since is not None
+        self._seconds += time.perf_counter() - self.running_since
+        self.running_since = None
 
     def take(self) -> tuple[float, int]:
         """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the devices."""

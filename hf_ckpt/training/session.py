@@ -290,7 +290,7 @@ class Session:
         planned, tried = self._next(batch)
         if self._together:
             planned = self._agreed(planned)
-        exchange(base, record, planned.plan, planned)
+        exchange(base, record, planned)
         if planned.phase not in ("warm-up", "plan") and self._failures < MOST_FAILURES:
             self._begin(base, running, planned, tried, args, kwargs)
 
@@ -418,7 +418,7 @@ class Session:
         self._drop()
         self._expect(planned)
         tightest = self._trying(planned.shape, "warm-up")
-        exchange(base, record, tightest.plan, tightest)
+        exchange(base, record, tightest)
 
     def _begin(
         self, base: nn.Module, running: nn.Module, planned: Planned, tried: Mapping[str, Action], args: Any, kwargs: Any
