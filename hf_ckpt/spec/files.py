@@ -86,9 +86,9 @@ def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
         raise FileError(f"{str(path)!r} cannot be written: it is a folder, or its folder is read-only.")
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a text to a file atomically, as UTF-8. Raises `FileError` if it cannot be written."""
-    refuse_unwritable(path)
+def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> None:
+    """Write a text to a file atomically, as UTF-8. Raises `FileError` as `refuse_unwritable` does."""
+    refuse_unwritable(path, suffixes)
     target = Path(os.path.realpath(path))  # a link stays a link
     beside = target.with_name(f".{target.name}.{os.urandom(4).hex()}.tmp")
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_ckpt.errors import PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
-from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, refuse_unwritable, write_text
+from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, write_text
 from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys
 from hf_ckpt.units import format_bytes, format_seconds
 
@@ -170,13 +170,12 @@ class Plan:
 
         Raises `FileError` for another suffix, and if the file cannot be written; an existing file is then unchanged.
         """
-        refuse_unwritable(path, SUFFIXES)
         text = json.dumps(self.to_dict(), indent=1) + "\n"
         if Path(path).suffix.lower() in YAML_SUFFIXES:
             import yaml
 
             text = yaml.safe_dump(self.to_dict(), sort_keys=False)
-        write_text(path, text)
+        write_text(path, text, SUFFIXES)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import adopt, put_on
+from hf_ckpt.attach.attach import adopt, describe, put_on
 from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
@@ -191,8 +191,7 @@ class OomGuard:
                 "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
             )
         self.taken.append(taken)
-        record = installation(self.model)
-        plan = "" if record is None else record.plan
+        plan = describe(self.model).plan
         log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", error, taken, plan)
         return ""
 

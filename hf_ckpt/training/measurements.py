@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
-
 from hf_ckpt.costs.costs import Costs, costs_of_step
 from hf_ckpt.costs.steps import Call, CallName, Change, Part, Step, changes_of, joined
+from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, Action
-from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch
 
 KEPT_AT_MOST = {"keep": 1.0, "selective": 0.8}
@@ -37,21 +35,16 @@ class Measurements:
     calls of one kind alike, in proportion to what the backward of each needs under `full`.
 
     Args:
-        modules: name of a block -> its module.
-        blocks: name -> block.
+        found: the blocks of the model.
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
             measured under `full`, or with compiled blocks under share 0.
         fixed: block -> the action that it always has. Steps are measured under it, too.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        blocks: Mapping[str, Block],
-        actions: Sequence[Action],
-        fixed: Mapping[str, Action],
-    ) -> None:
-        self.modules, self.blocks, self.actions, self.fixed = modules, blocks, tuple(actions), fixed
+    def __init__(self, found: FoundBlocks, actions: Sequence[Action], fixed: Mapping[str, Action]) -> None:
+        self.modules, self.actions, self.fixed = found.modules, tuple(actions), fixed
+        self.blocks = {block.name: block for block in found.blocks}
+        """Name -> block."""
         self.full: dict[Batch, Step] = {}
         """Steps under `full`."""
         self.kinds: dict[Any, dict[CallName, int]] = collections.defaultdict(dict)

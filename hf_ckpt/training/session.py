@@ -227,11 +227,9 @@ class Session:
 
     def _begin_with(self, found: FoundBlocks, record: Installation) -> None:
         """Forget all measurements and plans, and measure these blocks."""
-        self._modules = found.modules
-        self._blocks = {block.name: block for block in found.blocks}
-        self._fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
-        """Blocks of stacks for which a rule says what they get, and that."""
-        self.known = Measurements(self._modules, self._blocks, self._actions, self._fixed)
+        # Blocks of stacks for which a rule says what they get, and that.
+        fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
+        self.known = Measurements(found, self._actions, fixed)
         self.plans.clear()
 
     def _refuse_unmeasurable(self) -> None:
@@ -279,7 +277,7 @@ class Session:
         if self._looks and look not in self._looks:
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
             found = find_blocks(base)
-            if found.modules != self._modules:  # layers were removed, added or replaced
+            if found.modules != self.known.modules:  # layers were removed, added or replaced
                 self._begin_with(found, record)
         self._state = look[0], self._looks.setdefault(look, len(self._looks))
         self._forwards = [forward]
@@ -316,7 +314,7 @@ class Session:
         Returns whether that makes another plan.
         """
         self._drop()
-        free = [action for block, action in planned.plan.actions if block.name not in self._fixed]
+        free = [action for block, action in planned.plan.actions if block.name not in self.known.fixed]
         is_least = planned.over or all(action == self._least for action in free)
         makes_another = not is_least and (self._may_try or bool(self.plans))
         self._may_try = False
@@ -360,14 +358,14 @@ class Session:
         serving = min(covering, key=lambda planned: planned.shape.elements, default=None)
         if serving is None or not came_before or serving.shape.is_near(batch):
             return serving
-        free = [action for block, action in serving.plan.actions if block.name not in self._fixed]
+        free = [action for block, action in serving.plan.actions if block.name not in self.known.fixed]
         keeps_all = all(action == self._actions[0] for action in free)
         return serving if keeps_all else None
 
     def _trying(self, batch: Batch, phase: str, tried: Mapping[str, Action] | None = None) -> Planned:
         """The plan for one step of a phase before the plan: all blocks keep least, but for those in `tried`."""
-        chosen = {**self._fixed, **(tried or {})}
-        rows = tuple((block, chosen.get(name, self._least)) for name, block in self._blocks.items())
+        chosen = {**self.known.fixed, **(tried or {})}
+        rows = tuple((block, chosen.get(name, self._least)) for name, block in self.known.blocks.items())
         plan = Plan(self._family, self._name, rows, head=self._spec.head)
         return Planned(batch, self.limit_bytes, plan, phase=phase, held=self.plans)
 
@@ -431,7 +429,7 @@ class Session:
         if not self.measured_steps:
             text = "hf_ckpt: %s: measuring the first steps, under `%s` but for a few blocks"
             tell(text, self._name, self._least)
-        modules = compat.compiler.outside_graphs(running, self._modules)
+        modules = compat.compiler.outside_graphs(running, self.known.modules)
         self.recorder = _Recorder(base, meter, planned, tried, modules)
         self.measured_steps += 1
 
@@ -503,12 +501,12 @@ class Session:
             self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
         )
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
-        stacks = {block.stack for block in self._blocks.values()}
+        stacks = {block.stack for block in self.known.blocks.values()}
         if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
             ways = [*ways, *in_segments(costs)]
         made, hints = best_plan(ways, self.limit_bytes, compat.devices.device_name(self._devices))
-        actions = {**self._fixed, **{block.name: action for block, action in made.actions}}
-        blocks = tuple((block, actions.get(name, self._least)) for name, block in self._blocks.items())
+        actions = {**self.known.fixed, **{block.name: action for block, action in made.actions}}
+        blocks = tuple((block, actions.get(name, self._least)) for name, block in self.known.blocks.items())
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
         planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans)
         self.plans[batch] = planned

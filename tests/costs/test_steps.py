@@ -10,6 +10,7 @@ from torch import nn
 from hf_ckpt.costs.costs import costs_of_step, step_nanoseconds, timeline
 from hf_ckpt.costs.steps import Call, Change, Part, changes_of, joined
 from hf_ckpt.measure.levels import Level, step_of
+from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch, Forward
@@ -155,8 +156,9 @@ def test_a_smaller_batch_tells_what_a_larger_one_needs():
 
 def nothing_measured():
     """The measurements of a model of four blocks, before the first."""
-    blocks = {f"b{number}": Block(f"b{number}", "decoder", number, "Made") for number in range(4)}
-    return Measurements(nn.ModuleDict({name: nn.Identity() for name in blocks}), blocks, ACTIONS, {})
+    blocks = tuple(Block(f"b{number}", "decoder", number, "Made") for number in range(4))
+    modules = {block.name: nn.Identity() for block in blocks}
+    return Measurements(FoundBlocks(nn.Identity(), "generic", blocks, modules, ()), ACTIONS, {})
 
 
 def batch_of(tokens, resident=False):
