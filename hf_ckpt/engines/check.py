@@ -24,19 +24,12 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.arguments import copied
 from hf_ckpt.engines.seen import Seen, version_of
-from hf_ckpt.models.blocks import routers
+from hf_ckpt.engines.settings import Settings, is_setting
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> an integer type of that size, in which bits are compared."""
-_SETTINGS = {
-    "training": "train or eval mode",
-    "_active_adapter": "the active adapter",
-    "_disable_adapters": "whether adapters are on,",
-    "_forward_hooks": "hooks",
-    "_forward_pre_hooks": "hooks",
-}
-"""Attributes that decide how a module runs -> their names in messages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,80 +116,67 @@ def _tensors(*values: Any) -> list[torch.Tensor]:
 # --- what changed meanwhile -------------------------------------------------------------------------------------------
 
 CAUSES = {
-    "parameter": "Change parameters after the backward only (optimizers do), or copy the model for the change.",
-    "buffer": "The block updates it in every run: hf_ckpt's `full` puts it back, and `selective` runs no block twice.",
-    "attribute": "The block changes it in every run, and `full` runs it twice; `selective` runs no block twice.",
     "gradient": "Reentrant checkpointing needs an input that requires gradients: set use_reentrant to False.",
-    "settings": "Between forward and backward {settings} changed. Do that after the backward.",
-    "replaced": "Between forward and backward the parameters were exchanged for others, as `functional_call` does. "
-    "Call backward before it ends, or use hf_ckpt's `full`.",
+    "parameter": "Between forward and backward, parameters, settings of the block (train or eval mode, adapters, "
+    "hooks, attributes) or autocast changed. Change them after the backward only, or copy the model for the change.",
     "rebuilds": "An operation was rebuilt from wrong inputs. Please report it; `policy: full` recomputes the block.",
     "stored": "The block did not run again: what stores or moves its tensors has changed them, by a buffer that is "
     "used again too early, a copy that has not ended, or a smaller type.",
     "inputs": "The block is recomputed from other inputs than it had: {inputs}. They were left out, the block changes "
     "them in place, or what stores them, such as offloading, has changed them.",
-    "autocast": "The recomputation ran under another autocast: enter autocast around the forward in the same way.",
-    "random": "Random numbers are drawn anew: set preserve_rng_state to True.{experts}",
-    "host": "The block draws from Python's `random` or numpy, whose state the recomputation does not restore.{experts}",
-    "updated": "The block reads {updated} that it updates itself in every run.{experts}",
+    "random": "Random numbers are drawn anew: set preserve_rng_state to True. hf_ckpt also restores the states of "
+    "Python's `random` and numpy, which other checkpointing does not.",
+    "updated": "The block updates {updated} in every run: hf_ckpt's `full` puts that back, and `selective` runs no "
+    "block twice.",
     "unknown": "Unknown: the inputs, settings, random state and autocast of the recomputation were those of the "
     "forward. It may be a nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random "
     "generator of its own, memory that is not written yet (RReLU as the last operation of a block: "
     "https://github.com/pytorch/pytorch/issues/193671), or what only the forward finds, such as a patched function or "
-    "state of the process. `selective` runs no block twice.{experts}",
+    "state of the process. `selective` runs no block twice.",
 }
 """What differs, or what changed between forward and backward -> the cause and what to do about it. The first row whose
 fact is known is the likely one."""
 
 
 class _Facts(dict[str, Any]):
-    """The rows of `CAUSES` that apply to one forward of a block and its backward -> their details."""
+    """The rows of `CAUSES` that apply to one forward of a block and its backward -> their details.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(stored=True, unknown=True, experts="")
-        if routers(module):
-            self["experts"] = " So tokens may go to other experts."
+    Args:
+        module: the block, before its forward.
+        args: the positional arguments of its forward, whose devices may draw random numbers.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        super().__init__(parameter=False, stored=True, unknown=True)
         self.module = module
         self.running = True
         """Whether the forward is still running."""
-        self.autocast = compat.devices.autocast_now()
         self.tensors = {id(tensor): Seen(tensor) for tensor in (*module.parameters(), *module.buffers())}
         """The parameters and buffers of the block, as they were before its forward."""
-        self.seen: list[dict[tuple[str, str], Any]] = []
+        self.seen = [_seen_in(module)]
         """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
         self.inputs: dict[tuple[str, int], Seen] = {}
         """(argument, number of the tensor in it) -> an input tensor of the block in its forward."""
-        self.random: compat.random_state.RandomState | None = None
-        self.drawn = False, False
-        """Whether the forward drew numbers from torch, and from Python or numpy."""
-
-    def forward_begins(self, inputs: dict[tuple[str, int], torch.Tensor]) -> None:
-        """Record the block's inputs and the random state."""
-        self.inputs = {key: Seen(value.detach()) for key, value in inputs.items()}
-        self.random = compat.random_state.RandomState(
-            compat.random_state.devices_of([*self.module.parameters(), *inputs.values()])
-        )
-        self.seen.append(_seen_in(self.module))
+        self.autocast = compat.devices.autocast_now()
+        self.random = compat.random_state.RandomState(compat.random_state.devices_of([*module.parameters(), *args]))
 
     def forward_has_ended(self) -> None:
-        """Record what the forward changed."""
+        """Record the block's settings, and what the forward changed."""
         self.running = False
         self.seen.append(_seen_in(self.module))
-        if self.random is not None:
-            self.drawn = self.random.of_torch_has_moved(), self.random.of_host_has_moved()
+        self.settings = Settings(self.module)
+        generators = (self.random.of_torch_has_moved, self.random.of_host_has_moved)
+        self.drawn_from = [has_moved for has_moved in generators if has_moved()]
+        """The generators that the forward drew from: whether they have moved since it began."""
 
-    def backward_begins(self) -> None:
-        """Compare with the block's settings at the beginning of its backward."""
-        before, now = self.seen[-1], _seen_in(self.module)
-        self.seen.append(now)
-        changed = [label for label, value in before.items() if label[1] in _SETTINGS and now.get(label) != value]
-        texts = [f"{_SETTINGS[key]} of {f'`{name}`' if name else 'the block'}" for name, key in changed]
-        self["settings"] = ", ".join(list(dict.fromkeys(texts))[:4])
-        self["replaced"] = any(id(parameter) not in self.tensors for parameter in self.module.parameters())
+    def backward_begins(self, whole: bool) -> None:
+        """Compare with the block's settings at the beginning of its backward, and with its parameters if `whole`."""
+        self.seen.append(_seen_in(self.module))
+        are_others = whole and any(id(parameter) not in self.tensors for parameter in self.module.parameters())
+        self["parameter"] |= are_others or not self.settings.hold(self.module)
 
     def runs_again(self, again: dict[tuple[str, int], torch.Tensor]) -> None:
         """Compare the first recomputation of the block, with the inputs `again`, with the forward."""
-        assert self.random is not None
         others = [
             f"`{key[0]}`"
             for key, seen in self.inputs.items()
@@ -204,44 +184,37 @@ class _Facts(dict[str, Any]):
         ]
         self["inputs"] = ", ".join(list(dict.fromkeys(others))[:3])
         self["stored"], self.inputs = False, {}
-        self["autocast"] = compat.devices.autocast_now() != self.autocast
-        from_torch, from_host = self.drawn
-        self["random"] = from_torch and self.random.of_torch_has_moved()
-        self["host"] = from_host and self.random.of_host_has_moved()
+        self["parameter"] |= compat.devices.autocast_now() != self.autocast
+        self["random"] = any(has_moved() for has_moved in self.drawn_from)
 
-    def updated_again(self) -> dict[str, str]:
-        """Return name -> kind of the buffers and attributes that the forward changed, and then the backward, too."""
+    def updated_again(self) -> list[str]:
+        """Return the names of buffers and attributes that the forward changed, and then the backward, too."""
         if len(self.seen) < 3:
-            return {}
+            return []
         before, after, later = self.seen
-        updated = {
-            f"{name}.{key}" if name else key: "attribute" if type(value) is str else "buffer"
-            for (name, key), value in _seen_in(self.module).items()
-            if before.get((name, key)) != after.get((name, key)) and later.get((name, key)) != value
-        }
-        self["updated"] = ", ".join(f"`{name}`, a{'n' * (kind[0] == 'a')} {kind}" for name, kind in updated.items())
+        updated = [
+            name
+            for name, value in _seen_in(self.module).items()
+            if before.get(name) != after.get(name) and later.get(name) != value
+        ]
+        self["updated"] = ", ".join(f"`{name}`" for name in updated)
         return updated
 
     def cause(self, first: Difference) -> str:
         """Return the likely cause of the first difference, and what to do about it."""
         self[first.operation] = True
-        self["autocast"] = self.get("autocast") or "type" in first.what
         return next(text for fact, text in CAUSES.items() if self.get(fact)).format_map(self)
 
 
-def _seen_in(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return (name of a module, attribute) -> plain values as text, hooks, and (id, version) of buffers."""
-    found: dict[tuple[str, str], Any] = {}
+def _seen_in(module: nn.Module) -> dict[str, Any]:
+    """Return qualified name -> copies of attributes with plain values, and (id, version) of buffers."""
+    seen: dict[str, Any] = {}
     for name, inner in module.named_modules():
-        for key, value in vars(inner).items():
-            items = [*value, *value.values()] if type(value) is dict else value
-            items = items if type(value) in (list, tuple, dict) else [value]
-            if key in _SETTINGS and "hooks" in key:
-                found[name, key] = str(list(value))
-            elif key in _SETTINGS or all(isinstance(item, bool | int | float | str | None) for item in items):
-                found[name, key] = repr(value)
-        found |= {(name, key): (id(b), version_of(b)) for key, b in inner._buffers.items() if b is not None}
-    return found
+        # In lists, values are compared by identity first: NaN does not equal itself.
+        values: dict[str, Any] = {k: copied([value], {}) for k, value in vars(inner).items() if is_setting(k, value)}
+        values |= {key: (id(b), version_of(b)) for key, b in inner._buffers.items() if b is not None}
+        seen |= {f"{name}.{key}" if name else key: value for key, value in values.items()}
+    return seen
 
 
 def _inputs_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[str, int], Any]:
@@ -325,8 +298,8 @@ class Check:
         """Number of tensors that the forward saved."""
         self.differences: list[Difference] = []
         """The differences, in the order in which the forward saved the tensors once the check has ended."""
-        self.updated: dict[str, str] = {}
-        """What the forward and the recomputation updated: name -> `buffer` or `attribute`, once the check has ended."""
+        self.updated: list[str] = []
+        """Buffers and attributes that both the forward and the recomputation updated, once the check has ended."""
         self.is_reentrant = False
         """Whether the block ran without gradients, as under reentrant checkpointing."""
         self.ends = False
@@ -352,7 +325,8 @@ class Check:
         if unusual or not self._first_call.acquire(blocking=False):  # another thread may run the same block now
             return self.function(fn, *args)
         bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
-        facts = self.facts = _Facts(self.module)
+        with compat.torch.unseen_by_modes():
+            facts = self.facts = _Facts(self.module, args)
         try:
             output = self.function(functools.partial(_Forward(self, bound.func), *bound.args, **bound.keywords), *args)
         finally:
@@ -448,7 +422,7 @@ class Check:
         if not self.ends and compat.torch.call_after_backward(self._end):
             self.ends = True
             assert self.facts is not None
-            self.facts.backward_begins()
+            self.facts.backward_begins(self.whole)
         return self.ends
 
     def _end(self) -> None:
@@ -459,7 +433,6 @@ class Check:
         self.updated = facts.updated_again()
         if self.differences:
             facts["rebuilds"] = not getattr(self.function, "runs_block_again", True)
-            facts["replaced"] = self.whole and facts.get("replaced")
             self.differences.sort(key=lambda difference: difference.place)
             cause = facts.cause(self.differences[0])
             self.differences = [dataclasses.replace(difference, cause=cause) for difference in self.differences]
@@ -490,7 +463,7 @@ class _Forward:
         with torch.no_grad(), compat.torch.unseen_by_modes():
             if not self.ran:
                 inputs = _inputs_of(check.module, args, kwargs)
-                facts.forward_begins({key: tensor for key, tensor in inputs.items() if check.has_room_for(tensor)})
+                facts.inputs = {key: Seen(t.detach()) for key, t in inputs.items() if check.has_room_for(t)}
             elif facts["stored"] and not facts.running:
                 facts.runs_again(_inputs_of(check.module, args, kwargs))
         if not self.ran:

@@ -145,6 +145,11 @@ def is_ignored(key: Any) -> bool:
     return key in _INTERNAL or (isinstance(key, str) and compat.distributed.counted_by_deepspeed(key))
 
 
+def is_setting(key: Any, value: Any) -> bool:
+    """Whether an attribute is a plain value, or a dict or a list of them."""
+    return not is_ignored(key) and (_is_plain(value) or _is_plain_container(value))
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a flag, a string, a function, or a tuple of these.
 

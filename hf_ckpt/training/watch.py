@@ -139,8 +139,9 @@ class Watch:
         self._checks += 1
         self._compared += check.compared
         self._left_out += check.left_out
-        for name, what in check.updated.items():
-            text = f"`{check.block}.{name}` was updated once more by the recomputation. {CAUSES[what]}"
+        for name in check.updated:
+            what_to_do = CAUSES["updated"].format(updated="it")
+            text = f"`{check.block}.{name}` was updated once more by the recomputation. {what_to_do}"
             if not self.updated:
                 log.warning("hf_ckpt: %s By itself, this makes no gradient wrong.", text)
             self.updated[f"{check.block}.{name}"] = text

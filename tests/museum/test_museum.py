@@ -268,22 +268,27 @@ def loss_of_llama(model, number):
 
 EVERY = (0, 1, 2)
 FROM_OTHER_INPUTS = "recomputed from other inputs than it had: `shift`"
-FROM_THE_HOST = "draws from Python's `random` or numpy"
+DRAWN_ANEW = "Random numbers are drawn anew: set preserve_rng_state to True"
+CHANGED = "parameters, settings of the block (train or eval mode, adapters, hooks, attributes) or autocast changed"
 FOUND_BY_THE_FORWARD_ONLY = "a patched function or state of the process. `selective` runs no block twice."
 EXHIBITS = {
-    "random numbers drawn again": Exhibit(
-        "Random numbers are drawn anew: set preserve_rng_state to True",
+    "random numbers drawn again: dropout": Exhibit(
+        DRAWN_ANEW,
         in_one_block(drops, drops),
         checkpoint=REDRAWN,
         reports="OLMo-core#828, torchtitan#1323",
     ),
-    "other experts chosen": Exhibit(
-        "tokens may go to other experts",
+    "random numbers drawn again: other experts chosen": Exhibit(
+        DRAWN_ANEW,
         lambda faulty: experts("mixtral", implementation="batched_mm"),
         loss_of_llama,
         checkpoint=REDRAWN,
         blocks=(0, 1),
         reports="transformers#47467, torchtitan#1117",
+    ),
+    "random numbers drawn again: Python's": Exhibit(DRAWN_ANEW, in_one_block(draws(random.random), draws_from_torch)),
+    "random numbers drawn again: numpy's": Exhibit(
+        DRAWN_ANEW, in_one_block(draws(numpy.random.rand), draws_from_torch)
     ),
     "adapters without gradients (reentrant)": Exhibit(
         "set use_reentrant to False",
@@ -302,64 +307,60 @@ EXHIBITS = {
         blocks=EVERY,
         reports="Megatron-LLM#86, LlamaFactory#7699",
     ),
-    "mode, adapter or hooks changed before backward: eval()": Exhibit(
-        "train or eval mode of the block, train or eval mode of `norm`",
+    "parameters, settings or autocast changed before backward: eval()": Exhibit(
+        CHANGED,
         in_one_block(drops, drops),
         checkpoint=lambda model, faulty: enable(model, {"use_reentrant": True}),
         between=in_eval_mode,
     ),
-    "mode, adapter or hooks changed before backward: another adapter": Exhibit(
-        "the active adapter of `self_attn.q_proj`",
+    "parameters, settings or autocast changed before backward: another adapter": Exhibit(
+        CHANGED,
         lambda faulty: two_adapters(tiny_model("llama")),
         loss_of_llama,
         between=with_the_other_adapter,
         blocks=(0, 1, 2, 3),
     ),
-    "mode, adapter or hooks changed before backward: hooks that lie on the model for a forward": Exhibit(
-        "hooks of `one` changed", loss=with_offsets_by_hooks, between=without_hooks, reports="peft#2826"
+    "parameters, settings or autocast changed before backward: hooks that lie on the model for a forward": Exhibit(
+        CHANGED, loss=with_offsets_by_hooks, between=without_hooks, reports="peft#2826"
     ),
-    "parameters changed before backward": Exhibit(
-        "Change parameters after the backward only", between=with_a_changed_weight
+    "parameters, settings or autocast changed before backward: a weight": Exhibit(
+        CHANGED, between=with_a_changed_weight
     ),
-    "buffers updated twice": Exhibit(
+    "parameters, settings or autocast changed before backward: autocast": Exhibit(
+        CHANGED,
+        checkpoint=with_function(own_checkpoint(), own_checkpoint(bf16())),
+        around=bf16,
+        blocks=EVERY,
+        reports="pytorch#71124, TransformerEngine#787",
+    ),
+    "buffers or attributes updated twice: a batch norm's": Exhibit(
         "The block updates it in every run",
         normalises_batches,
         wrong="buffers",
         reports="pytorch#96136, fairscale#1035",
     ),
-    "buffers updated twice: one that the gradients depend on": Exhibit(
-        "The block updates it in every run", decays, wrong="gradients and buffers"
+    "buffers or attributes updated twice: one that the gradients depend on": Exhibit(
+        "The block updates `decay` in every run", decays, wrong="gradients and buffers"
     ),
-    "Python counters moved twice": Exhibit("`full` runs it twice", counts_its_calls, wrong="attributes"),
-    "numbers drawn from Python, numpy or an own generator: Python": Exhibit(
-        FROM_THE_HOST, in_one_block(draws(random.random), draws_from_torch)
+    "buffers or attributes updated twice: a counter": Exhibit(
+        "The block updates it in every run", counts_its_calls, wrong="attributes"
     ),
-    "numbers drawn from Python, numpy or an own generator: numpy": Exhibit(
-        FROM_THE_HOST, in_one_block(draws(numpy.random.rand), draws_from_torch)
-    ),
-    "numbers drawn from Python, numpy or an own generator: a generator": Exhibit(
+    "unknown, with a list of these: a random generator of the block's own": Exhibit(
         "random generator of its own", draws_from_a_generator_of_its_own
     ),
-    "kernels that do not repeat themselves": Exhibit(
+    "unknown, with a list of these: kernels that do not repeat themselves": Exhibit(
         "a nondeterministic kernel", breaks_ties_by_rounding, reports="Liger-Kernel#1255, torchtitan#3146"
     ),
-    "memory that is not written yet (RReLU at a block's end)": Exhibit(
+    "unknown, with a list of these: memory that is not written yet (RReLU at a block's end)": Exhibit(
         "(RReLU as the last operation of a block",
         in_one_block(ends_with_rrelu, begins_with_rrelu),
         reports="pytorch#193671",
     ),
-    "functions patched, or process state changed, for the forward": Exhibit(
+    "unknown, with a list of these: functions patched, or process state changed, for the forward": Exhibit(
         FOUND_BY_THE_FORWARD_ONLY,
         checkpoint=with_function(own_checkpoint(), own_checkpoint(patched())),
         around=patched,
         blocks=EVERY,
-    ),
-    "another autocast": Exhibit(
-        "under another autocast",
-        checkpoint=with_function(own_checkpoint(), own_checkpoint(bf16())),
-        around=bf16,
-        blocks=EVERY,
-        reports="pytorch#71124, TransformerEngine#787",
     ),
     "saved tensors stored wrongly, such as by offloading": Exhibit(
         "or a smaller type",
