@@ -185,11 +185,6 @@ class Mover:
                 )
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Count a buffer of `take` as freed."""
-        with self.lock:
-            self.held_bytes -= buffer.nbytes
-
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
@@ -209,16 +204,14 @@ class Group:
 
     def __init__(self, mover: Mover, block: str, lane: Lane, hidden: torch.Tensor) -> None:
         self.mover, self.block, self.lane = mover, block, lane
-        self.slots: list[weakref.ref[Slot]] = []
-        """What was moved, as long as the graph holds it."""
+        self.slots: weakref.WeakValueDictionary[tuple[int, int], Slot] = weakref.WeakValueDictionary()
+        """(storage, in-place version) -> what was moved, in this order, as long as the graph holds it."""
         self.first = compat.torch.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.moved_bytes = 0
         self.before: Callable[[], Group | None] = getattr(mover.of_thread, "last", lambda: None)
         """Returns the group before this one, as long as its graph exists."""
         mover.of_thread.last = weakref.ref(self)
-        self._by_storage: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
-        """Storage -> its slot."""
         self._input = hidden.untyped_storage()._cdata
         """The storage of `hidden`."""
 
@@ -232,15 +225,14 @@ class Group:
         plain = type(tensor) is torch.Tensor and tensor.dtype is base.dtype and not tensor.is_neg()
         if not plain or not self._moves(base):
             return Kept(tensor, self.block)
-        key = base.untyped_storage()._cdata
-        slot = self._by_storage.get(key)
-        if slot is None or slot.on_device is None or slot.on_device.is_overwritten:
+        key = (base.untyped_storage()._cdata, base._version)
+        slot = self.slots.get(key)
+        if slot is None:
             with self.mover.lock:
                 buffer = self.mover.take(base.nbytes)
                 if buffer is None:
                     return Kept(tensor, self.block)
-                slot = self._by_storage[key] = Slot(self, base.detach(), buffer)
-            self.slots.append(weakref.ref(slot))
+                slot = self.slots[key] = Slot(self, base.detach(), buffer)
             self.moved_bytes += base.nbytes
         slot.uses += 1
         return _InSlot(slot, tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset())
@@ -264,21 +256,17 @@ class Group:
         source = node.next_functions[0][0]
         return source is None or source.name() != "torch::autograd::AccumulateGrad"
 
-    def _held(self) -> list[Slot]:
-        """Return the slots that the graph still holds."""
-        return [slot for slot in (reference() for reference in self.slots) if slot is not None]
-
     def leave_device(self) -> None:
         """Wait for the copies; from now on the tensors are only in host memory.
 
         Raises `InPlaceError` if a tensor was changed since its copy began.
         """
-        for slot in self._held():
+        for slot in list(self.slots.values()):
             slot.leave_device()
 
     def send_back(self) -> None:
         """Start copying back all tensors that are only on the host, in the order in which backward needs them."""
-        for slot in reversed(self._held()):
+        for slot in reversed(list(self.slots.values())):
             if slot.on_device is None and slot.arriving is None:
                 slot.arriving = self.lane.back(slot.host)
 
@@ -363,7 +351,7 @@ class Slot:
         with mover.lock:
             if self.arriving is not None:
                 lane.drop(self.arriving[1])
-            mover.give(self.buffer)
+            mover.held_bytes -= self.buffer.nbytes
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
