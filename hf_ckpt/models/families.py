@@ -95,11 +95,6 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-def families() -> tuple[Family, ...]:
-    """Return the rows of all families."""
-    return tuple(FAMILIES.values())
-
-
 def family_of(config: Any) -> Family | None:
     """Return the row of a config, by its `model_type`; None for models of no known family."""
     model_type = str(getattr(config, "model_type", ""))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import transformers
 
-from hf_ckpt.models.families import TinyModel, families
+from hf_ckpt.models import families
 
 VOCABULARY = 320
 """Entries of the vocabulary: 256 bytes and the special tokens, rounded up."""
-FAMILIES = tuple(row.name for row in families() if row.tiny is not None)
+FAMILIES = tuple(row.name for row in families.FAMILIES.values() if row.tiny is not None)
 """Names of the families that have small models."""
 SPECIAL_TOKENS = ("<pad>", "</s>", "<s>", "<unk>", "<mask>", "<cls>", "<sep>")
 """The first tokens of the vocabulary, in the order of their ids from 0."""
@@ -71,9 +71,9 @@ def tiny_batch(family: str, *, batch: int = 2, tokens: int = 16, seed: int = 0) 
     return {**inputs, "labels": target}
 
 
-def _row(family: str) -> TinyModel:
+def _row(family: str) -> families.TinyModel:
     """Return how to make a family's small model. Raises `ValueError` if unknown."""
-    row = next((row for row in families() if row.name == family), None)
+    row = families.FAMILIES.get(family)
     if row is None or row.tiny is None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, but is {family!r} instead.")
     return row.tiny

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 import hf_ckpt
 from hf_ckpt.forecast.devices import DEVICES
-from hf_ckpt.models.families import families
+from hf_ckpt.models import families
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.reading import POLICIES, READERS
 from hf_ckpt.training.callback import METRICS_FILE
@@ -182,7 +182,8 @@ def devices_page() -> str:
 
 KEYS = section(POLICIES_PAGE, "What you can ask for")
 FAMILIES = [
-    (row.name, ", ".join(row.model_types), ", ".join(f"`{stack}`" for stack, _ in row.stacks)) for row in families()
+    (row.name, ", ".join(row.model_types), ", ".join(f"`{stack}`" for stack, _ in row.stacks))
+    for row in families.FAMILIES.values()
 ]
 
 

@@ -53,7 +53,7 @@ def rows():
 @pytest.mark.compat
 @pytest.mark.parametrize(
     ("row", "model_type"),
-    [(row, model_type) for row in families.families() for model_type in row.model_types],
+    [(row, model_type) for row in families.FAMILIES.values() for model_type in row.model_types],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_every_model_type_of_every_row(row, model_type):
@@ -199,7 +199,7 @@ def test_a_model_without_blocks_names_the_known_families():
         hf_ckpt.install(model)
     text = str(caught.value)
     assert "RemoteModel (model_type 'from_the_hub')" in text
-    assert all(row.name in text and row.model_types[-1] in text for row in families.families())
+    assert all(row.name in text and row.model_types[-1] in text for row in families.FAMILIES.values())
     assert snapshot(model) == before
 
 
