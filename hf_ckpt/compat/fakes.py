@@ -76,16 +76,17 @@ def running(*, on_accelerator: bool) -> Iterator[None]:
     not work: autograd turns it off, so blocks would run differently when recomputed.
     """
     attention = functools.partial(_attention, functional.scaled_dot_product_attention)
-    exchanges: list[tuple[Any, str, Any]] = [(import_utils, "is_fake_tensor", lambda value: False)]
-    if on_accelerator:
-        exchanges += [
-            (private("torch._VF"), "dropout", _dropout),
-            (functional, "scaled_dot_product_attention", attention),
-        ]
-    with _lock, contextlib.ExitStack() as around:
-        for place, name, ours in exchanges:
-            around.enter_context(mock.patch.object(place, name, ours, create=True))  # transformers 4 lacks the first
+    with _lock, contextlib.ExitStack() as patches:
+        # transformers 4 has no such function. A mock would hold the tensors that it was called with.
+        patches.enter_context(mock.patch.object(import_utils, "is_fake_tensor", _is_never_fake, create=True))
+        if on_accelerator:
+            patches.enter_context(mock.patch.object(private("torch._VF"), "dropout", _dropout))
+            patches.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", attention))
         yield
+
+
+def _is_never_fake(value: object) -> bool:
+    return False
 
 
 def _dropout(tensor: torch.Tensor, p: float, training: bool) -> torch.Tensor:
