@@ -212,14 +212,16 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
         if isinstance(meter.part, str) and isinstance(hidden, torch.Tensor):
             meter.allocated_by(hidden, ("input", _stack_of(meter.part)))
 
-    handles = []
-    for name, module in modules.items():
-        if name.endswith(".0"):
-            handles.append(module.register_forward_pre_hook(note_input, with_kwargs=True))
-    boundaries = Boundaries(modules, mark, head=vocabulary_head(model))
-    if step.forward is not None:
-        vars(model)["forward"] = step.forward
-    try:
+    with contextlib.ExitStack() as cleanup:
+        for name, module in modules.items():
+            if name.endswith(".0"):
+                hook = module.register_forward_pre_hook(note_input, with_kwargs=True)
+                cleanup.callback(hook.remove)
+        boundaries = Boundaries(modules, mark, head=vocabulary_head(model))
+        cleanup.callback(boundaries.remove)
+        if step.forward is not None:
+            vars(model)["forward"] = step.forward
+            cleanup.callback(vars(model).pop, "forward")
         with meter:
             meter.part = "before"
             mark("begin")
@@ -229,11 +231,6 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
             meter.part = meter.next_part = None
             mark("loss")
             loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        vars(model).pop("forward", None)
-        boundaries.remove()
-        for handle in handles:
-            handle.remove()
     measured = _measured(levels.levels(), meter.freed, reference, type(model).__name__)
     return dataclasses.replace(measured, chunks_help=boundaries.chunks_help)
 
