@@ -99,8 +99,7 @@ def _inputs(asked: Question, base: Any) -> dict[str, Any]:
 
 
 def _floats(base: Any, *shape: int) -> torch.Tensor:
-    dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
-    return torch.zeros((), dtype=dtype).expand(shape)
+    return torch.zeros((), dtype=base.dtype).expand(shape)
 
 
 def _mean_square(outputs: Any) -> torch.Tensor:
