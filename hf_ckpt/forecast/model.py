@@ -227,14 +227,12 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 
 
 def load_config(name: str) -> Any:
-    """The config of a preset, a folder, a hub id, a `config.json`, a GGUF file, or a folder with GGUF files only.
+    """The config of a preset, a folder, a hub id, a `config.json`, or a GGUF file.
 
     Raises `HfCkptError` if none can be read. GGUF files need the package gguf.
     """
     path = presets().get(name, Path(name))
     try:
-        if path.is_dir() and not (path / "config.json").exists():
-            path = min(path.glob("*.gguf"), default=path)
         if path.suffix == ".gguf" and path.is_file():
             return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
@@ -249,9 +247,8 @@ def load_config(name: str) -> Any:
 
 def _make(config: Any, workload: Question, kind: Any = None) -> nn.Module:
     """A model of a class, by default the workload's, whose blocks are not changed yet."""
-    names = [workload.architecture] if workload.architecture else getattr(config, "architectures", None)
-    names = names if isinstance(names, (list, tuple)) else ()
-    classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+    names = [workload.architecture] if workload.architecture else config.architectures or []
+    classes = [getattr(transformers, name, None) for name in names]
     model_class: Any = next((known for known in classes if hasattr(known, "_from_config")), None)
     if workload.architecture and model_class is None:
         raise HfCkptError(f"transformers has no model class {workload.architecture!r}.")
