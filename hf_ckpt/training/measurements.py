@@ -168,18 +168,23 @@ class Measurements:
         known = max(near, key=lambda each: each.elements)
         return batch, self.full[known].scaled(batch.growth(known) ** 2)
 
+    def _under_full(self, batch: Batch) -> Step:
+        """Return a bound for the step of a batch under `full`. The batch must have a `reference`."""
+        reference = self.reference(batch)
+        assert reference is not None
+        return reference[1]
+
     # --- what to try next ---
 
     def to_try(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under one action that was not tried on their kind, if they fit into a limit, in bytes;
         none if nothing is left to try. The batch must have a `reference`. Actions that keep least come first.
         """
-        reference = self.reference(batch)
-        assert reference is not None
+        calls = self._under_full(batch).calls
         kinds = self.kinds[batch.state]
-        free = [call.name for call in reference[1].calls if call.backward and call.name[0] not in self.fixed]
+        free = [call.name for call in calls if call.backward and call.name[0] not in self.fixed]
         usual = collections.Counter(map(kinds.__getitem__, free))
-        last = {kinds[call.name]: call.name[0] for call in reference[1].calls}
+        last = {kinds[call.name]: call.name[0] for call in calls}
         for action in sorted(self.actions[:-1], key=lambda a: (a == FULL_SELECTIVE, -self.actions.index(a))):
             chosen: dict[str, Action] = {}
             for kind, _ in usual.most_common():
@@ -199,9 +204,7 @@ class Measurements:
         """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only
         `full` is known. Some blocks of each kind run under `full`, for comparison. The batch must have a `reference`.
         """
-        reference = self.reference(batch)
-        assert reference is not None
-        full, costs = reference[1], self.costs(batch)
+        full, costs = self._under_full(batch), self.costs(batch)
         free: dict[int, list[str]] = collections.defaultdict(list)
         for name, kind in {c.name[0]: self.kinds[batch.state][c.name] for c in full.calls if c.backward}.items():
             if name not in self.fixed:
@@ -232,9 +235,7 @@ class Measurements:
             batch: the batch.
             guessed: blocks, each with an action for which there shall be a bound if it was not measured.
         """
-        reference = self.reference(batch)
-        assert reference is not None
-        full, kinds, calls = reference[1], self.kinds[batch.state], []
+        full, kinds, calls = self._under_full(batch), self.kinds[batch.state], []
         for call in full.calls:
             times = self.times.get((kinds[call.name], self.actions[-1]), (0, 0, 0))
             parts = zip((call.forward, call.behind, call.backward), times, strict=True)

@@ -314,8 +314,7 @@ class Session:
         Returns whether that makes another plan.
         """
         self._drop()
-        free = [action for block, action in planned.plan.actions if block.name not in self.known.fixed]
-        is_least = planned.over or all(action == self._least for action in free)
+        is_least = planned.over or self._is_uniform(planned.plan, self._least)
         makes_another = not is_least and (self._may_try or bool(self.plans))
         self._may_try = False
         prediction = planned.plan.prediction
@@ -358,9 +357,11 @@ class Session:
         serving = min(covering, key=lambda planned: planned.shape.elements, default=None)
         if serving is None or not came_before or serving.shape.is_near(batch):
             return serving
-        free = [action for block, action in serving.plan.actions if block.name not in self.known.fixed]
-        keeps_all = all(action == self._actions[0] for action in free)
-        return serving if keeps_all else None
+        return serving if self._is_uniform(serving.plan, self._actions[0]) else None
+
+    def _is_uniform(self, plan: Plan, action: Action) -> bool:
+        """Whether a plan gives this action to all blocks for which no rule says what they get."""
+        return all(chosen == action for block, chosen in plan.actions if block.name not in self.known.fixed)
 
     def _trying(self, batch: Batch, phase: str, tried: Mapping[str, Action] | None = None) -> Planned:
         """The plan for one step of a phase before the plan: all blocks keep least, but for those in `tried`."""
