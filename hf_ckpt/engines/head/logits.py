@@ -9,7 +9,6 @@ Any other function gets the values of all tokens, which are computed once.
 from __future__ import annotations
 
 import logging
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +38,10 @@ _DESCRIBING = (
     *("is_contiguous", "storage_offset", "__len__", "__hash__"),
 )
 _members = [getattr(torch.Tensor, name) for name in _DESCRIBING]
-DESCRIBING = frozenset(
-    (
-        *(member.__get__ if isinstance(member, types.GetSetDescriptorType) else member for member in _members),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-    )
-)
-"""Functions and attributes that need a tensor's shape, type, device or graph, but no values."""
+_getters = [member.__get__ for member in _members]
+DESCRIBING = frozenset((*_members, *_getters, torch.is_floating_point, torch.is_complex, torch.numel))
+"""Functions and attributes that need a tensor's shape, type, device or graph, but no values. `__torch_function__` gets
+the `__get__` of an attribute."""
 HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward))
 
@@ -313,31 +309,25 @@ def _applied(operations: Operations, values: torch.Tensor) -> torch.Tensor:
 def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], torch.Tensor]) -> Any:
     """Call `func` with `values(logits)` in place of all logits among its arguments. Warns once."""
 
-    used: list[Logits] = []
-
     def computed(value: Any) -> Any:
-        if isinstance(value, Logits):
-            used.append(value)
-            if value.computed is None:
-                name = str(torch.overrides.resolve_name(func) or func)
-                value.call.when_read_whole(name, value.nbytes)
-                warn_once(
-                    log,
-                    "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not "
-                    'compute, so they were computed as a whole there. Set "head": "full" if this is meant.',
-                    name,
-                )
-            return values(value)
-        if type(value) in (list, tuple):
-            return type(value)(map(computed, value))
-        return value
+        if not isinstance(value, Logits):
+            return value
+        if value.computed is None:
+            name = str(torch.overrides.resolve_name(func) or func)
+            value.call.when_read_whole(name, value.nbytes)
+            warn_once(
+                log,
+                "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not "
+                'compute, so they were computed as a whole there. Set "head": "full" if this is meant.',
+                name,
+            )
+        return values(value)
 
-    try:
-        result = func(*map(computed, args), **{key: computed(value) for key, value in kwargs.items()})
-        for logits in used:
-            logits.hold_if_changed(result)
-    finally:
-        used.clear()  # `computed` refers to itself and to this list: a reference cycle
+    all_logits = [leaf for leaf in compat.torch.tree_leaves((args, kwargs)) if isinstance(leaf, Logits)]
+    args, kwargs = compat.torch.tree_map(computed, (args, kwargs))
+    result = func(*args, **kwargs)
+    for logits in all_logits:
+        logits.hold_if_changed(result)
     return result
 
 
@@ -413,12 +403,12 @@ def _product(func: Any, logits: Logits, other: Any, **more: Any) -> Any:
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """Casts to a floating type on the same device."""
     like = func(logits.like, *args, **kwargs)
-    if kwargs.keys() - {"dtype", "device", "non_blocking"} or like.device != logits.device:
+    has_more = kwargs.keys() - {"dtype", "device", "non_blocking"}
+    if has_more or like.device != logits.device or not like.dtype.is_floating_point:
         return NotImplemented
     if like.dtype == logits.dtype:
         return logits
-    dtype = like.dtype
-    return logits.derived(logits.hidden, lambda v: v.to(dtype)) if dtype.is_floating_point else NotImplemented
+    return logits.derived(logits.hidden, lambda values: values.to(like.dtype))
 
 
 def _log_softmax(func: Any, logits: Logits, dim: Any = None, *more: Any, **kwargs: Any) -> Any:
@@ -433,17 +423,17 @@ def _loss(
     func: Any,
     logits: Logits,
     target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
+    *,
     ignore_index: int = -100,
-    reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    **unsupported: Any,
 ) -> Any:
     """`cross_entropy` of logits [tokens, vocabulary] with one label for each token, chunk by chunk."""
-    if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or isinstance(target, Logits):
+    # torch passes all options by keyword. Unsupported ones are weights of words, and older names of `reduction`.
+    if any(value is not None for value in unsupported.values()):
         return NotImplemented
-    if weight is not None or size_average is not None or reduce is not None or len(target) != len(logits):
+    if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(target) != len(logits):
         return NotImplemented
     if reduction not in ("mean", "sum", "none") or compat.devices.is_capturing():
         return NotImplemented
@@ -497,6 +487,11 @@ def _in_rows(logits: Logits, function: Callable[..., torch.Tensor], beside: torc
     return rows.reshape((*logits.shape[:-1], *rows.shape[1:]))
 
 
+def _rows(rule: Callable[..., Any], *names: str) -> dict[Any, Callable[..., Any]]:
+    """Return the rows of a rule in `RULES` for functions that torch has both in its namespace and as methods."""
+    return {getattr(owner, name): rule for owner in (torch, torch.Tensor) for name in names}
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _indexed,
     torch.Tensor.contiguous: lambda func, logits: logits,
@@ -504,24 +499,14 @@ RULES: dict[Any, Callable[..., Any]] = {
     functional.cross_entropy: _loss,
     **dict.fromkeys((torch.Tensor.view, torch.Tensor.reshape, torch.reshape), _viewed),
     **dict.fromkeys((torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.to), _cast),
-    **dict.fromkeys((functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax), _log_softmax),
-    **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
-    **dict.fromkeys(
-        (torch.take_along_dim, torch.Tensor.take_along_dim),
-        lambda func, logits, indices, dim=None: _gathered(func, logits, dim, indices),
-    ),
-    **dict.fromkeys((torch.mul, torch.Tensor.mul), _product),
-    **{getattr(owner, name): _parts for owner in (torch, torch.Tensor) for name in ("unbind", "split", "chunk")},
-    **{
-        getattr(owner, name): _reduced
-        for owner in (torch, torch.Tensor)
-        for name in ("sum", "mean", "logsumexp", "argmax")
-    },
-    **{
-        getattr(owner, name): _pointwise
-        for owner in (torch, torch.Tensor)
-        for name in ("add", "div", "neg", "exp", "tanh", "clone")  # DDP clones the outputs of a model
-    },
+    functional.log_softmax: _log_softmax,
+    **_rows(_log_softmax, "log_softmax"),
+    **_rows(_gathered, "gather"),
+    **_rows(lambda func, logits, indices, dim=None: _gathered(func, logits, dim, indices), "take_along_dim"),
+    **_rows(_product, "mul"),
+    **_rows(_parts, "unbind", "split", "chunk"),
+    **_rows(_reduced, "sum", "mean", "logsumexp", "argmax"),
+    **_rows(_pointwise, "add", "div", "neg", "exp", "tanh", "clone"),  # DDP clones the outputs of a model
 }
 """Function, as `__torch_function__` receives it -> its rule.
 
