@@ -66,7 +66,7 @@ class Settings:
         self.parameters = vars(block)["_parameters"]
         """The dict of the block's own parameters, which identifies the block."""
         owners: list[dict[str, Any]] = []
-        buffers: list[bool] = []
+        buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
         for module in block.modules():
             attributes = vars(module)
             if not isinstance(attributes.get("_parameters"), dict):
@@ -76,10 +76,7 @@ class Settings:
                 self.attributes.append({})
             else:
                 self._collect(attributes, owners)
-            for box in (attributes["_parameters"], attributes["_buffers"]):
-                if box:
-                    self.tensors.append(box)
-                    buffers.append(box is attributes["_buffers"])
+            self.tensors += [box for box in (attributes["_parameters"], attributes["_buffers"]) if box]
             self.boxes += [box for key, box in attributes.items() if _is_box(key, box)]
             self.merged += [box for key, box in attributes.items() if compat.peft.is_merged(key, box)]
             config = compat.transformers.config_of(module)
@@ -90,9 +87,9 @@ class Settings:
         """The dicts that `attributes` are from, without the block's own."""
         self.names = [frozenset(owner) for owner in owners]
         """The names of all their attributes."""
-        for number, are_buffers in enumerate(buffers):
-            if are_buffers:
-                self.state += [(len(owners) + number, key) for key in self.tensors[number]]
+        for number, box in enumerate(self.tensors, len(owners)):
+            if id(box) in buffers:
+                self.state += [(number, key) for key in box]
         self.contents = [copied(box, {}) for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
         self.getters = [(place, operator.itemgetter(*names)) for place, names in enumerate(self.attributes) if names]
