@@ -42,6 +42,7 @@ class CompiledRegion(Region):
 
     transforms = frozenset()
     compiles_block = True
+    keeps_choices = FullRegion.keeps_choices  # if the block does not compile
 
     def __init__(self, block: str, share: float, **options: Any) -> None:
         self.block = block
@@ -59,11 +60,6 @@ class CompiledRegion(Region):
     def recomputed(self) -> int:  # type: ignore[override]
         """How often the block was recomputed in eager mode. Recomputation inside graphs is not counted."""
         return self.eager.recomputed
-
-    @property
-    def keeps_choices(self) -> bool:  # type: ignore[override]
-        """Whether routers choose the same experts again if the block does not compile."""
-        return self.eager.keeps_choices
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.

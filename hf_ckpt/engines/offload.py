@@ -369,7 +369,6 @@ class OffloadRegion(FullRegion):
     def __init__(self, block: str, mover: Mover, **options: Any) -> None:
         super().__init__(block, **options)
         self.mover = mover
-        self.moved_bytes = 0
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward; `args[0]` are the hidden states, [batch, tokens, hidden size].

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -109,6 +109,4 @@ def hooks_for(regions: Collection[Region], found: FoundBlocks) -> Iterator[Hook]
     owners = list({id(owner): owner for owner in found.owners}.values())
     for record in ACTIONS.values():
         if record.hooks:
-            wanted: Callable[[Collection[Region], FoundBlocks, Sequence[nn.Module]], Iterable[Hook]]
-            wanted = pkgutil.resolve_name(record.hooks)
-            yield from wanted(regions, found, owners)
+            yield from pkgutil.resolve_name(record.hooks)(regions, found, owners)

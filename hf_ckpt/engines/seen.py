@@ -35,7 +35,7 @@ class Seen:
         self.version = -1 if tensor.is_inference() else tensor._version
         """The in-place version; -1 for inference tensors, which have none."""
         self.address = tensor.data_ptr() if address and type(tensor) is nn.Parameter else 0
-        """The address of its values; 0 if it is not compared."""
+        """The address of its values; 0 if it is not compared, and for tensors of other types: some have no address."""
         self.trained = tensor.requires_grad
         """Whether the tensor required gradients."""
 

@@ -31,8 +31,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.arguments import copied
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.engines.seen import Seen
-from hf_ckpt.engines.settings import Place, is_ignored
-from hf_ckpt.engines.settings import Settings as Settings
+from hf_ckpt.engines.settings import Place, Settings, is_ignored
 from hf_ckpt.errors import ChangedBlockError
 
 _MISSING = object()
@@ -214,10 +213,9 @@ class ForwardState:
             if list(box) != list(recorded):
                 return False
             for tensor, seen in zip(box.values(), recorded.values(), strict=True):
-                if seen is None or tensor is None:
-                    if seen is not None or tensor is not None:
-                        return False
-                elif tensor is not seen.tensor or seen.is_overwritten or tensor.requires_grad != seen.trained:
+                if tensor is not (seen and seen.tensor):
+                    return False
+                if seen is not None and (seen.is_overwritten or seen.tensor.requires_grad != seen.trained):
                     return False
         dicts = settings.dicts(block)
         for (number, key), seen, _ in self.stored:

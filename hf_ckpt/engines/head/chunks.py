@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from hf_ckpt import compat
 from hf_ckpt.engines.seen import Seen
-from hf_ckpt.engines.state import ForwardState, Settings
+from hf_ckpt.engines.settings import Settings
+from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, DoubleBackwardError
 
 Result = TypeVar("Result")
