@@ -64,7 +64,6 @@ if hasattr(torch._C, "_get_fp32_precision_getter"):
     _SWITCHES += [_switch("_get_fp32_precision_getter", "_set_fp32_precision_setter", *key) for key in _PRECISIONS]
 else:
     _SWITCHES.append((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
-_READERS = [read for read, _ in _SWITCHES]
 
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 _push_mode = private("torch.overrides._push_mode")
@@ -74,24 +73,19 @@ _pop_mode = private("torch.overrides._pop_mode")
 class Switches:
     """The switches and the stack of TorchFunctionModes at one moment."""
 
-    __slots__ = ("modes", "values")
-
     def __init__(self) -> None:
-        self.values = [read() for read in _READERS]
+        self.values = [read() for read, _ in _SWITCHES]
         self.modes: list[torch.overrides.TorchFunctionMode] = _function_modes()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore them inside this context, and put them back at its end."""
         before = Switches()
-        if before.values == self.values and before.modes == self.modes:
-            yield
-            return
         _change(before, self)
         try:
             yield
         finally:
-            _change(Switches(), before)
+            _change(self, before)
 
     def run(self, function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
         """Call a function under these switches."""

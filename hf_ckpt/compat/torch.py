@@ -125,10 +125,8 @@ def is_in_place_error(error: Exception) -> bool:
 
 def add_note(error: Exception, text: str) -> None:
     """Add a note to an error, once. Python 3.10 has no notes: the text is logged."""
-    if not hasattr(error, "add_note"):
-        log.error("%s", text)
-    elif text not in getattr(error, "__notes__", ()):
-        error.add_note(text)
+    if text not in getattr(error, "__notes__", ()):
+        getattr(error, "add_note", log.error)(text)
 
 
 def call_before_next_module(function: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import collections
 import copy
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -47,66 +47,44 @@ def as_given(
     Raises `HfCkptError` for a container or an iterator that cannot be copied.
     """
     bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
-    inside = [arg for arg in args if type(arg) not in FIXED]
-    tensors = list(tensors_in([*bound.keywords.values(), *inside], set()))
-    values: dict[int | str, Any] = dict(enumerate(args, len(bound.args)))
-    values.update(bound.keywords)
-    callers = {name: value for name, value in values.items() if type(value) not in FIXED and is_changeable(value)}
-    if not callers:
-        return fn, args, tensors
+    tensors: list[torch.Tensor] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        return value
+
+    copies: dict[int, Any] = {}
     try:
-        args, keywords = copied((args, bound.keywords), {})
+        keywords = copied(bound.keywords, copies, collect)
+        positional = [arg if isinstance(arg, torch.Tensor) else copied(arg, copies, collect) for arg in args]
     except TypeError as error:
         raise HfCkptError(
             f"block {block!r} is given a value that cannot be copied for its recomputation ({error}). Pass a list, a "
             'dict or a tensor in its place, or use "policy": "selective", which runs no block twice.'
         ) from error
-    return functools.partial(_OwnContainers(bound.func, callers), *bound.args, **keywords), args, tensors
+    if not any(type(value) not in FIXED and is_changeable(value) for value in (*args, *bound.keywords.values())):
+        return fn, args, tensors
+    own = _OwnContainers(bound.func, (*bound.args, *args), bound.keywords)
+    return functools.partial(own, *bound.args, **keywords), tuple(positional), tensors
 
 
 class _OwnContainers:
-    """A block's forward, called with copies of the caller's containers."""
+    """A block's forward. Its first call gets what the caller gave, and later ones get copies of their arguments."""
 
-    def __init__(self, fn: Callable[..., Any], callers: dict[int | str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.fn = fn
-        self.callers: dict[int | str, Any] | None = callers
-        """The caller's containers, by place or name. None once the forward has begun: a block may add its results to
-        them, and their graphs refer to this object."""
+        self.callers: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, keywords)
+        """The caller's arguments. None once the forward has begun: a block may add its results to containers, and their
+        graphs refer to this object."""
         self.__self__ = getattr(fn, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         callers = self.callers
         self.callers = None
         if callers is None:
-            args, keywords = copied((args, keywords), {})
-        else:
-            args = tuple(callers.get(place, value) for place, value in enumerate(args))
-            keywords = {name: callers.get(name, value) for name, value in keywords.items()}
-        return self.fn(*args, **keywords)
-
-
-def tensors_in(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among values, and inside of their containers and objects.
-
-    Args:
-        values: the values.
-        visited: ids of containers that were walked through. A container may contain itself.
-    """
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif type(value) not in FIXED and id(value) not in visited:
-            visited.add(id(value))
-            yield from tensors_in(_items(value), visited)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    """Return what a container or an object contains."""
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (tuple, list, collections.deque)):
-        return value
-    return list(vars(value).values()) if _is_object(value) else ()
+            callers = copied((args, keywords), {})
+        return self.fn(*callers[0], **callers[1])
 
 
 def is_changeable(value: Any) -> bool:
@@ -132,6 +110,8 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[[Any], Any] = lamb
 
     Raises TypeError for a container or an iterator that cannot be copied.
     """
+    if type(value) in FIXED:
+        return leaf(value)
     if id(value) in copies:
         return copies[id(value)]
     if not isinstance(value, tuple) and not is_changeable(value):

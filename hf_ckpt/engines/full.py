@@ -142,12 +142,11 @@ def _naming(block: str, unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any]
     def unpack_or_name(packed: Any) -> torch.Tensor:
         try:
             return unpack(packed)
-        except HfCkptError:
-            raise  # it names the block
         except Exception as error:
             if compat.torch.is_in_place_error(error):
                 raise ChangedBlockError(block, "an input was changed in place") from error
-            if not compat.devices.is_out_of_memory(error):
+            # Errors of hf_ckpt name the block themselves.
+            if not isinstance(error, HfCkptError) and not compat.devices.is_out_of_memory(error):
                 compat.torch.add_note(error, _NOTE.format(block=block))
             raise
 

@@ -34,8 +34,6 @@ from hf_ckpt.engines.seen import Seen
 from hf_ckpt.engines.settings import Place, Settings, is_ignored
 from hf_ckpt.errors import ChangedBlockError
 
-_MISSING = object()
-
 
 class _Stored(NamedTuple):
     """A buffer, or a tensor in an attribute, before a forward."""
@@ -300,7 +298,7 @@ def _fill(box: Any, content: Any) -> None:
     for key in [key for key in box if key not in content and not is_ignored(key)]:
         del box[key]
     for key, value in content.items():
-        if box.get(key, _MISSING) is not value and not is_ignored(key):
+        if box.get(key, box) is not value and not is_ignored(key):  # no dict has itself as a value
             box[key] = value
     if [key for key in box if key in content] != [key for key in content if key in box]:  # hooks run in order
         for key in [key for key in content if key in box]:

@@ -43,7 +43,7 @@ def parse_values(content: bytes | str, *, only_json: bool = False, unique: bool 
             if only_json:
                 raise
         if unique:
-            _refuse_repeats(yaml.compose(text, Loader=loader), set())
+            loader = _strict(loader)
         return yaml.load(text, Loader=loader)
     # PyYAML raises other errors for values that do not fit their tags: an impossible date, or `!!bool maybe`.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -59,15 +59,15 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _refuse_repeats(node: Any, seen: set[int]) -> None:
-    """Raise `ValueError` if a mapping in a graph of YAML nodes has a key twice. `seen`: ids of nodes that were seen."""
-    if id(node) in seen or not isinstance(getattr(node, "value", None), list):
-        return
-    seen.add(id(node))  # of an anchor, which may contain itself
-    pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in node.value]
-    _without_repeats([(key.value, None) for key, _ in pairs if key is not None and isinstance(key.value, str)])
-    for _, value in pairs:
-        _refuse_repeats(value, seen)
+def _strict(loader: Any) -> Any:
+    """Return a loader of PyYAML that refuses a mapping with a key that is there twice."""
+
+    class Strict(loader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            _without_repeats([(key.value, None) for key, _ in node.value])
+            return super().construct_mapping(node, deep)
+
+    return Strict
 
 
 def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
