@@ -33,7 +33,8 @@ ENGINES = {
     "offload": {"policy": "offload"},
 }
 STEPS = 4
-each_engine = pytest.mark.parametrize("engine", ENGINES)
+on_a_device = pytest.param("offload", marks=pytest.mark.thorough)  # on a CPU, it is `full`
+each_engine = pytest.mark.parametrize("engine", ["full", "full+selective", "segments", on_a_device])
 
 
 def scaled(block, hidden, factor):
