@@ -54,10 +54,10 @@ def as_given(
             tensors.append(value)
         return value
 
-    copies: dict[int, Any] = {}
+    copy_of = functools.partial(copied, copies={}, leaf=collect, objects=True)
     try:
-        keywords = copied(bound.keywords, copies, collect)
-        positional = [arg if isinstance(arg, torch.Tensor) else copied(arg, copies, collect) for arg in args]
+        keywords = copy_of(bound.keywords)
+        positional = [arg if isinstance(arg, torch.Tensor) else copy_of(arg) for arg in args]
     except TypeError as error:
         raise HfCkptError(
             f"block {block!r} is given a value that cannot be copied for its recomputation ({error}). Pass a list, a "
@@ -83,7 +83,7 @@ class _OwnContainers:
         callers = self.callers
         self.callers = None
         if callers is None:
-            callers = copied((args, keywords), {})
+            callers = copied((args, keywords), {}, objects=True)
         return self.fn(*callers[0], **callers[1])
 
 
@@ -96,17 +96,19 @@ def is_changeable(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     """Whether a value has attributes of its own, such as an instance of a dataclass."""
-    attributes = getattr(value, "__dict__", None)
-    return bool(attributes) and not isinstance(value, (torch.Tensor, *_SHARED)) and not callable(value)
+    is_shared = isinstance(value, (torch.Tensor, *_SHARED)) or callable(value)
+    return not is_shared and bool(getattr(value, "__dict__", None))
 
 
-def copied(value: Any, copies: dict[int, Any], leaf: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Return a value with all its containers and objects copied.
+def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda it: it, objects: bool = False) -> Any:
+    """Return a value with all its containers copied.
 
     Args:
         value: the value.
         copies: the copies so far, by id of the original.
         leaf: applied to everything that is not copied.
+        objects: whether to copy objects, too. Those in attributes of modules may be the state of a whole model, as
+            FSDP's.
 
     Raises TypeError for a container or an iterator that cannot be copied.
     """
@@ -114,10 +116,10 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[[Any], Any] = lamb
         return leaf(value)
     if id(value) in copies:
         return copies[id(value)]
-    if not isinstance(value, tuple) and not is_changeable(value):
+    if not isinstance(value, (tuple, *CONTAINERS)) and not (objects and is_changeable(value)):
         return leaf(value)
     if isinstance(value, tuple):
-        items = [copied(item, copies, leaf) for item in value]
+        items = [copied(item, copies, leaf, objects=objects) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if isinstance(value, Iterator):
         raise TypeError(f"a {type(value).__name__} can be read only once")
@@ -125,13 +127,13 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[[Any], Any] = lamb
     copies[id(value)] = duplicate
     if isinstance(value, (list, collections.deque)):
         for place, item in enumerate(value):
-            duplicate[place] = copied(item, copies, leaf)
+            duplicate[place] = copied(item, copies, leaf, objects=objects)
     elif isinstance(value, dict):
         for key, item in value.items():
-            duplicate[key] = copied(item, copies, leaf)
+            duplicate[key] = copied(item, copies, leaf, objects=objects)
     elif _is_object(value) and duplicate is not value:
         for key, item in vars(value).items():
-            vars(duplicate)[key] = copied(item, copies, leaf)
+            vars(duplicate)[key] = copied(item, copies, leaf, objects=objects)
     return duplicate
 
 

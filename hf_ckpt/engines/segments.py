@@ -91,9 +91,9 @@ class _Call:
     def __init__(self, region: SegmentRegion, counted: Counted, args: tuple[Any, ...], before: _Call | None) -> None:
         fn, hidden = counted.fn, args[0]
         if isinstance(fn, functools.partial):  # the block's keyword arguments
-            fn = functools.partial(fn.func, *fn.args, **copied(fn.keywords, {}, _detached))
+            fn = functools.partial(fn.func, *fn.args, **copied(fn.keywords, {}, _detached, objects=True))
         self.fn = fn
-        self.args = copied(args[1:], {}, _detached)
+        self.args = copied(args[1:], {}, _detached, objects=True)
         self.region, self.state = region, counted.state
         self.source = Kept(_detached(hidden), region.block) if before is None else before
         """The input of a segment's first call; the call before a later one."""
