@@ -139,7 +139,7 @@ def call_before_next_module(function: Callable[[], None]) -> None:
     handle = register_module_forward_pre_hook(run)
 
 
-def recompute(hooks: SavedTensorHooks) -> bool:
+def are_of_a_checkpoint(hooks: SavedTensorHooks) -> bool:
     """Whether hooks belong to a checkpoint (torch's, DeepSpeed's), which pairs tensors of two runs by number."""
     return "checkpoint" in str(getattr(hooks[0], "__module__", ""))
 

@@ -12,6 +12,7 @@ import collections
 import copy
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ def as_given(
             f"block {block!r} is given a value that cannot be copied for its recomputation ({error}). Pass a list, a "
             'dict or a tensor in its place, or use "policy": "selective", which runs no block twice.'
         ) from error
-    if not any(type(value) not in FIXED and is_changeable(value) for value in (*args, *bound.keywords.values())):
+    if all(map(operator.is_, (*positional, *keywords.values()), (*args, *bound.keywords.values()))):
         return fn, args, tensors
     own = _OwnContainers(bound.func, (*bound.args, *args), bound.keywords)
     return functools.partial(own, *bound.args, **keywords), tuple(positional), tensors
@@ -87,21 +88,14 @@ class _OwnContainers:
         return self.fn(*callers[0], **callers[1])
 
 
-def is_changeable(value: Any) -> bool:
-    """Whether a block can change a value: a container, an iterator, an object, or a tuple that has one of them."""
-    if isinstance(value, tuple):
-        return any(map(is_changeable, value))
-    return isinstance(value, (*CONTAINERS, Iterator)) or _is_object(value)
-
-
 def _is_object(value: Any) -> bool:
-    """Whether a value has attributes of its own, such as an instance of a dataclass."""
+    """Whether a value is an iterator, or has attributes of its own, such as an instance of a dataclass."""
     is_shared = isinstance(value, (torch.Tensor, *_SHARED)) or callable(value)
-    return not is_shared and bool(getattr(value, "__dict__", None))
+    return not is_shared and (isinstance(value, Iterator) or bool(getattr(value, "__dict__", None)))
 
 
 def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda it: it, objects: bool = False) -> Any:
-    """Return a value with all its containers copied.
+    """Return a value with all its containers copied. A tuple without containers is returned as it is.
 
     Args:
         value: the value.
@@ -116,11 +110,13 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
         return leaf(value)
     if id(value) in copies:
         return copies[id(value)]
-    if not isinstance(value, (tuple, *CONTAINERS)) and not (objects and is_changeable(value)):
-        return leaf(value)
     if isinstance(value, tuple):
         items = [copied(item, copies, leaf, objects=objects) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if not isinstance(value, CONTAINERS) and not (objects and _is_object(value)):
+        return leaf(value)
     if isinstance(value, Iterator):
         raise TypeError(f"a {type(value).__name__} can be read only once")
     duplicate = _copy_of(value)

@@ -96,7 +96,7 @@ class Settings:
         self.values = [getter(owners[place]) for place, getter in self.getters]
 
     def _collect(self, attributes: dict[str, Any], owners: list[dict[str, Any]]) -> None:
-        """Sort the attributes of one module or config by what a forward may do to them."""
+        """Sort the attributes of one module by what a forward may do to them."""
         plain: dict[str, Any] = {}
         for key, value in attributes.items():
             if is_ignored(key):

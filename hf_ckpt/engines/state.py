@@ -250,14 +250,15 @@ class ForwardState:
             yield box, copied(content, {})
 
     def _overwritten(self, settings: Settings) -> dict[Place, int]:
-        """Return the parameters and buffers that were overwritten since the forward began, and that have no copy.
+        """Return the tensors of the block that were overwritten since the forward began, and that have no copy.
 
         Place -> id of the tensor.
         """
         with_copy = {place for place, _, values in self.stored if values is not None}
+        in_attributes = ((place, seen) for place, seen, _ in self.stored)
         return {
             place: id(seen.tensor)
-            for place, seen in self._seen(settings)
+            for place, seen in chain(self._seen(settings), in_attributes)
             if seen.is_overwritten and place not in with_copy
         }
 
@@ -275,10 +276,9 @@ def _without_graph(value: Any) -> Any:
 
 def _has_changed(stored: _Stored) -> bool:
     """Whether the first forward wrote a tensor: its version or its values moved. A batch norm moves no version."""
-    seen, values = stored.seen, stored.values
-    if seen.is_overwritten or values is None or compat.torch.is_fake(values):
+    if stored.seen.is_overwritten or stored.values is None or compat.torch.is_fake(stored.values):
         return True
-    return not torch.equal(seen.tensor, values)
+    return not torch.equal(stored.seen.tensor, stored.values)
 
 
 def _is_same(value: Any, content: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 import hf_ckpt
-from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, InPlaceError, MismatchError
 
 ENGINES = {
     "full": {"policy": "full"},
@@ -35,6 +35,11 @@ ENGINES = {
 STEPS = 4
 on_a_device = pytest.param("offload", marks=pytest.mark.thorough)  # on a CPU, it is `full`
 each_engine = pytest.mark.parametrize("engine", ["full", "full+selective", "segments", on_a_device])
+
+
+def plans(spec):
+    """Two functions that prepare a model: one leaves it as it is, and the other enables a plan."""
+    return (lambda model: model), (lambda model: planned(model, spec))
 
 
 def scaled(block, hidden, factor):
@@ -151,7 +156,7 @@ def left_in(model):
 def test_what_a_forward_changes_in_its_block_changes_once(run, engine):
     """Two forwards before each backward: the recomputation of each starts from what that forward found."""
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+    for plan in plans(ENGINES[engine]):
         model = custom_model(run)
         for block in model.layers:
             with_attributes(block)
@@ -170,6 +175,66 @@ def test_what_a_forward_changes_in_its_block_changes_once(run, engine):
     counts = hf_ckpt.describe(model).recomputed
     assert len(counts) == LAYERS
     assert min(counts.values()) >= 2 * STEPS
+
+
+WRITES_NOW = threading.Event()
+
+
+def begins_late(block, hidden, shift):
+    """A table too large to be copied before every forward, which only later forwards write."""
+    output = scaled(block, hidden, 1 + block.table[0, 0])
+    if WRITES_NOW.is_set():
+        block.table.fill_(1)
+    return output
+
+
+@each_engine
+@pytest.mark.parametrize("table", ["a buffer", "a mask", "a tensor in an attribute"])
+def test_a_large_table_that_the_first_forward_did_not_write_is_refused(table, engine):
+    """Its values before that forward are gone."""
+    model = custom_model(begins_late)
+    for block in model.layers:
+        large = torch.zeros(300, 300, dtype=torch.bool if table == "a mask" else torch.float32)
+        if table == "a tensor in an attribute":
+            block.table = large
+        else:
+            block.register_buffer("table", large)
+    planned(model, ENGINES[engine])
+    WRITES_NOW.clear()
+    custom_loss(model).backward()
+    WRITES_NOW.set()
+    loss = custom_loss(model)
+    with pytest.raises(ChangedBlockError, match=r"block 'layers\.\d': `table` was overwritten"):
+        loss.backward()
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
+
+
+class Counts:
+    calls = 0
+
+
+THREAD = threading.local()
+
+
+def counts_in_an_object(block, hidden, shift):
+    block.counter.calls += 1
+    return scaled(block, hidden, float(block.counter.calls))
+
+
+def counts_in_a_thread(block, hidden, shift):
+    THREAD.calls = getattr(THREAD, "calls", 0) + 1
+    return scaled(block, hidden, float(THREAD.calls))
+
+
+@pytest.mark.parametrize("run", [counts_in_an_object, counts_in_a_thread])
+def test_what_is_not_restored_is_found_by_the_watch(run):
+    """It checks the first block in the first forward here, and in the third by default."""
+    model = custom_model(run)
+    for block in model.layers:
+        block.counter = Counts()
+    planned(model, {"policy": "full", "check_every": 1, "on_mismatch": "raise"})
+    with pytest.raises(MismatchError, match=r"in `layers\.0.*`selective` runs no block twice"):
+        custom_loss(model).backward()
 
 
 # --- what is changed between two forwards, or before backward ---------------------------------------------------------
@@ -212,7 +277,7 @@ SECOND = {
 def test_each_forward_has_the_attributes_that_it_had(name, engine):
     """The attribute changes between two forwards, and is gone when their backward runs."""
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+    for plan in plans(ENGINES[engine]):
         model, losses = custom_model(reads_an_attribute), []
         plan(model)
         for value in SECOND[name]:
@@ -253,7 +318,7 @@ def reads_a_config(block, hidden, shift):
 @pytest.mark.parametrize("change", [another_forward, another_config_value, registered_anew])
 def test_a_recomputation_finds_what_the_forward_found(change, engine):
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+    for plan in plans(ENGINES[engine]):
         model = custom_model(reads_a_config)
         for block in model.layers:
             block.config = model.config
@@ -322,7 +387,7 @@ AROUND = {
 def test_a_recomputation_runs_under_the_switches_of_the_forward(name, engine):
     run, around = AROUND[name]
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+    for plan in plans(ENGINES[engine]):
         model = plan(custom_model(run))
         with around():
             loss = custom_loss(model)
@@ -352,7 +417,7 @@ def test_linear_layers_are_rebuilt_under_the_switches_of_the_forward(monkeypatch
 def test_segments_inside_one_autocast_of_several_steps():
     """Autocast caches the casts of the first step, and keeps them while it is on."""
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, ENGINES["segments"])):
+    for plan in plans(ENGINES["segments"]):
         model = plan(custom_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         with torch.autocast("cpu", torch.bfloat16):
@@ -381,7 +446,7 @@ def test_backwards_of_two_threads_draw_their_own_numbers():
         return drops(block, hidden, shift)
 
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, "full")):
+    for plan in plans("full"):
         models = [plan(custom_model(meets)) for _ in range(2)]
         in_backward.clear()
         torch.manual_seed(5)
@@ -456,7 +521,7 @@ OBJECTS = {
 def test_an_object_that_a_block_is_given_is_changed_once(name, engine):
     run, make = OBJECTS[name]
     found = []
-    for plan in (lambda model: model, lambda model: planned(model, ENGINES[engine])):
+    for plan in plans(ENGINES[engine]):
         model, given = plan(custom_model(run)), make()
         loss = model(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)), given).square().mean()
         loss.backward()
@@ -465,6 +530,24 @@ def test_an_object_that_a_block_is_given_is_changed_once(name, engine):
     assert_same(expected, got)
     assert left_by_ours == left
     assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
+
+
+class Pair(tuple):
+    """A tuple that cannot be made from a list, as those of some C extensions."""
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+def test_a_tuple_without_containers_is_given_as_it_is():
+    found = []
+    for plan in plans("full"):
+        model = plan(custom_model(lambda block, hidden, given: work(block, hidden, given[0]) * (type(given) is Pair)))
+        loss = model(torch.ones(2, 8, 16), Pair(torch.ones(16), 2)).square().mean()
+        loss.backward()
+        found.append(outcome(model, loss))
+    assert_same(*found)
+    assert min(hf_ckpt.describe(model).recomputed.values()) == 1
 
 
 class NoCopies(dict):

@@ -97,7 +97,7 @@ class RebuildRegion(Region):
         self.forwards += 1
         self.moved_bytes = self.dropped_tensors = 0
         outer = compat.torch.top_saved_tensor_hooks()
-        if outer is not None and compat.torch.recompute(outer):
+        if outer is not None and compat.torch.are_of_a_checkpoint(outer):
             warn_once(log, "hf_ckpt: `selective` drops nothing in blocks that another checkpoint runs again.")
             return fn(*args)
         store = None if outer is None else _without_graphs(outer)
