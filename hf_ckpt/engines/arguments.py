@@ -26,8 +26,6 @@ FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter
 """Types of most arguments. Nothing is copied there."""
 CONTAINERS = (list, dict, set, collections.deque, bytearray, numpy.ndarray)
 """Types that are copied with `copy.copy`."""
-_SHARED = (nn.Module, type, enum.Enum)
-"""Types of objects that a recomputation uses as they are."""
 
 
 def as_given(
@@ -90,7 +88,7 @@ class _OwnContainers:
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an iterator, or has attributes of its own, such as an instance of a dataclass."""
-    is_shared = isinstance(value, (torch.Tensor, *_SHARED)) or callable(value)
+    is_shared = isinstance(value, (torch.Tensor, nn.Module, type, enum.Enum)) or callable(value)
     return not is_shared and (isinstance(value, Iterator) or bool(getattr(value, "__dict__", None)))
 
 

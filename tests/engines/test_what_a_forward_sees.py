@@ -209,6 +209,28 @@ def test_a_large_table_that_the_first_forward_did_not_write_is_refused(table, en
     assert min(hf_ckpt.describe(model).recomputed.values()) >= 1
 
 
+def test_a_large_table_is_copied_once_a_forward_has_written_it():
+    """The forward that is the first to write it has no backward here."""
+    found = []
+    for plan in plans("full"):
+        model = custom_model(begins_late)
+        for block in model.layers:
+            block.register_buffer("table", torch.zeros(300, 300))
+        plan(model)
+        WRITES_NOW.clear()
+        custom_loss(model).backward()
+        WRITES_NOW.set()
+        custom_loss(model)
+        for block in model.layers:
+            block.table.zero_()
+        model.zero_grad(set_to_none=True)
+        loss = custom_loss(model)
+        loss.backward()
+        found.append(outcome(model, loss))
+    assert_same(*found)
+    assert min(hf_ckpt.describe(model).recomputed.values()) == 2
+
+
 class Counts:
     calls = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 
@@ -13,6 +14,8 @@ from helpers.custom import LAYERS as CUSTOM_LAYERS
 from helpers.custom import custom_loss, custom_model, work
 from helpers.steps import assert_frees_everything, assert_same, enable, gradients, planned, step, without_cache
 from helpers.trainers import FLAG, metrics, trainer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -42,6 +45,20 @@ def watched(policy="full", **spec):
 
 
 # --- differences ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reentrant_recomputation_with_fewer_outputs_is_different():
+    """torch drops the gradient of the missing output, and says nothing."""
+    ended, outputs = [], iter((2, 1))
+    function = functools.partial(checkpoint, use_reentrant=True)
+    check = Check("block", nn.Identity(), function, room_bytes=2**20, put_back=lambda check: None, done=ended.append)
+    hidden = torch.ones(4, requires_grad=True)
+    first, second = check(lambda hidden: tuple(hidden * number for number in (2, 3))[: next(outputs)], hidden)
+    (first + second).sum().backward()
+    assert hidden.grad.tolist() == [2.0] * 4
+    assert ended == [check]
+    assert ["1 tensors instead of 2" in str(difference) for difference in check.differences] == [True]
+
 
 THEIRS = {f"{FLAG}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
 each_owner = pytest.mark.parametrize("whose", ["ours", "theirs"])
