@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import threading
 import types
+import weakref
 
 import numpy
 import pytest
@@ -83,16 +84,16 @@ def makes_a_counter(block, hidden, shift):
 
 def sees_a_maximum(block, hidden, shift):
     """A running maximum that the first steps write with the value that it had."""
-    block.largest.copy_(torch.maximum(block.largest, hidden.detach().abs().max() * block.growth))
-    block.growth += 1
+    block.number.add_(1)
+    block.largest.copy_(torch.maximum(block.largest, hidden.detach().abs().max() * block.number))
     return scaled(block, hidden, 1.0 + block.largest.clone())
 
 
 def warms_up(block, hidden, shift):
-    """A moving average that begins in the third forward."""
-    block.step_number += 1
-    output = scaled(block, hidden, 1 + block.average)
-    if block.step_number > 2:
+    """A moving average that begins in the third forward. Nothing else of the block says so: its settings stay."""
+    block.number.add_(1)
+    output = scaled(block, hidden, 1 + block.average.clone())
+    if block.number > 2:
         block.average.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
     return output
 
@@ -123,7 +124,8 @@ def parametrizes_bias_first(block, hidden, shift):
 
 
 def with_attributes(block):
-    block.history, block.counts, block.numbers, block.growth, block.step_number = [], {}, numpy.zeros(2), 1.0, 0
+    block.history, block.counts, block.numbers = [], {}, numpy.zeros(2)
+    block.register_buffer("number", torch.zeros(()))
     block.register_buffer("largest", torch.tensor(12.0))
     block.register_buffer("average", torch.zeros(16))
 
@@ -145,7 +147,7 @@ WRITES = (
 
 def left_in(model):
     """What the blocks hold after the steps: numbers, tensors, and the length of lists."""
-    names = ("load", "history", "counts", "numbers", "calls", "largest", "average", "growth", "step_number")
+    names = ("load", "history", "counts", "numbers", "calls", "largest", "average", "number")
     return [{name: str(getattr(block, name, None)) for name in names} for block in model.layers]
 
 
@@ -178,6 +180,15 @@ def test_what_a_forward_changes_in_its_block_changes_once(run, engine):
 
 
 WRITES_NOW = threading.Event()
+
+
+def test_graphs_of_earlier_forwards_are_freed():
+    """A block keeps its output, graph and all. The next forward records it without the graph: no chain of forwards."""
+    model, graphs = planned(custom_model(keeps_a_graph), "full"), []
+    for number in range(4):
+        custom_loss(model, number)
+        graphs.append(weakref.ref(model.layers[0].last))
+    assert [graph() is not None for graph in graphs] == [False, False, False, True]
 
 
 def begins_late(block, hidden, shift):
@@ -615,6 +626,19 @@ def test_a_tensor_that_a_block_was_given_and_that_changed_is_refused(name, dtype
         elif error is not None:
             with pytest.raises(error, match=r"block 'layers\.\d': a tensor of shape \[16\] that it was given was over"):
                 loss.backward()
+
+
+def test_segments_refuse_it_too_where_only_an_earlier_block_uses_it():
+    """The gradients of the last block need its input, for which the first block runs again."""
+    model = planned(custom_model(lambda block, hidden, given: work(block, hidden, None)), {"segments": 1})
+    model.layers[0].work = adds
+    tensor = torch.ones(16)
+    loss = model(torch.randn(2, 8, 16), tensor).square().mean()
+    tensor.zero_()
+    with pytest.raises(
+        ChangedBlockError, match=r"block 'layers\.0': a tensor of shape \[16\] that it was given was over"
+    ):
+        torch.autograd.grad(loss, model.layers[2].one.weight)
 
 
 @each_engine
