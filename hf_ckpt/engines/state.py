@@ -190,7 +190,9 @@ class ForwardState:
         block = self.block
         if settings is not None and block is not None and not self._is_unchanged(settings, block):
             for box, content in self._contents(settings, settings.dicts(block)):
-                undo.callback(_fill, box, box.copy())  # also undoes what the recomputation itself changes
+                # DeepSpeed's dicts of parameters have no `copy`.
+                found = list(box) if isinstance(box, list) else dict(box)
+                undo.callback(_fill, box, found)  # also undoes what the recomputation itself changes
                 _fill(box, content)
             for _, seen in self._seen(settings):
                 if seen.tensor.requires_grad != seen.trained:

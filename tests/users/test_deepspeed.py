@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.processes import each_rank, run_on_ranks
 from helpers.ranks import MIXED, Case, assert_as_planned
-from helpers.steps import enable, recomputed, step
+from helpers.steps import assert_same, enable, outcome, recomputed, step
 
 import hf_ckpt
 from hf_ckpt.errors import HfCkptError
@@ -50,6 +52,30 @@ def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
 def test_a_newer_zero3_or_one_without_frozen_parameters_trains(version, frozen, monkeypatch):
     model = under_zero3(version, frozen, {"policy": "full"}, monkeypatch)
     step(model, tiny_batch("llama"))
+    assert recomputed(model) == Case("ddp").blocks()
+
+
+class Owned(OrderedDict):
+    """As the dicts that hold parameters under ZeRO-3: they are made for a module, so `copy` fails."""
+
+    def __init__(self, owner: Any, *args: Any) -> None:
+        super().__init__(*args)
+
+
+def test_a_block_whose_dicts_have_no_copy_is_recomputed_with_the_attributes_of_its_forward():
+    found = []
+    for spec in ({"policy": "none"}, {"policy": "full"}):
+        model = tiny_model("llama", attention_dropout=0.5)
+        for part in model.modules():
+            part._parameters = Owned(part, part._parameters)
+        hf_ckpt.install(model)
+        enable(model, spec)
+        torch.manual_seed(7)
+        loss = model(**tiny_batch("llama")).loss
+        model.eval()
+        loss.backward()
+        found.append(outcome(model, loss))
+    assert_same(*found)
     assert recomputed(model) == Case("ddp").blocks()
 
 
