@@ -283,12 +283,13 @@ def exchange(base: nn.Module, record: Installation, planned: Any) -> None:
             only the record changes.
     """
     had_these_actions = record.enabled and planned.plan == record.plan
-    record.planned, record.plan = planned, planned.plan
-    if had_these_actions:  # the predicted costs may be others
+    record.planned = planned
+    record.plan = planned.plan
+    if had_these_actions and len(record.functions.made) == record.hooked:  # the predicted costs may be others
         return
-    before, known = record.regions, len(record.functions.made)
+    before = record.regions
     record.regions = record.functions.of(record.plan)
-    if not record.enabled or len(record.functions.made) > known:  # new functions need hooks
+    if not record.enabled or len(record.functions.made) > record.hooked:  # new functions need hooks
         put_on(find_blocks(base), record)
         return
     for name, module in record.blocks.items():
@@ -315,6 +316,7 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
         record.before.setdefault(name, read_switches(module))
         _switch(module, record.regions.get(name), record.before[name])
     regions = [region for region in record.functions.made.values() if region.block in found.modules]  # not removed
+    record.hooked = len(record.functions.made)
     record.blocks = dict(found.modules)
     if record.plan.head != "full":
         _put_on_head(found, record)

@@ -14,10 +14,11 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.head.logits import auto_helps
+from hf_ckpt.spec.actions import Action
 
-Mark = Callable[[str, str, bool], None]
+Mark = Callable[[str, str, bool, Action | None], None]
 """Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether the block's
-input, or its output, requires gradients)."""
+input, or its output, requires gradients; for a mark of `engines.trials`, its action)."""
 Gone = Callable[[], None] | None
 
 
@@ -94,10 +95,11 @@ class Boundaries:
             handle.remove()
         self._handles = []
 
-    def _note(self, what: str, name: str = "", has_graph: bool = True) -> None:
+    def mark(self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None) -> None:
+        """Mark a boundary, until `remove` is called."""
         with self._lock:
             if self._mark is not None:
-                self._mark(what, name, has_graph)
+                self._mark(what, block, has_graph, action)
 
     def _at(self, name: str, ended: bool, module: nn.Module, args: Any, other: Any) -> None:
         """Forward hook: the forward of a block begins with these arguments, or has ended with the output `other`."""
@@ -106,10 +108,10 @@ class Boundaries:
         if not ended and self._inside is None and not self._in_backward:  # transformers 4 recomputes with hooks
             if self._mark is not None and torch.is_grad_enabled() and not compat.torch.is_compiling():
                 self._inside = name
-                self._note("forward", name, hidden is not None)
+                self.mark("forward", name, hidden is not None)
         elif ended and self._inside == name:
             self._inside = None
-            self._note("forwarded", name, hidden is not None)
+            self.mark("forwarded", name, hidden is not None)
             if hidden is not None:
                 graphs = self._graphs()  # this hook belongs to the graph, and holds them as long as that exists
                 begins: Any = lambda gradient, held=graphs: self._begins_backward(name)  # noqa: E731
@@ -129,12 +131,12 @@ class Boundaries:
             # The call of autograd's engine, which calls this; 0 in a thread of its own.
             self._call = compat.frames.running_call()
         self._in_backward = True
-        self._note("backward", name)
+        self.mark("backward", name)
 
     def _ends_backward(self) -> None:
         self._in_backward = False
         self._call = 0
-        self._note("end")
+        self.mark("end")
 
 
 class _Graphs:

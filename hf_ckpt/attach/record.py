@@ -95,20 +95,28 @@ class Functions:
         last = {pairs[-1][0].name for pairs in plan.stacks().values()}
         regions: Regions = {}
         for name, action in plan.active().items():
-            segment = segments.get(name, ())
-            if (name, action, segment) not in self.made:
-                self.made[name, action, segment] = make(
-                    Request(
-                        name,
-                        action,
-                        preserve_rng_state=self.spec.preserve_rng_state,
-                        determinism_check=self.spec.determinism_check,
-                        segment=segment,
-                        mover=None if name in last else self._mover,
-                    )
-                )
-            regions[name] = self.made[name, action, segment]
+            mover = None if name in last else self._mover
+            regions[name] = self.function(name, action, segments.get(name, ()), mover)
         return regions
+
+    def function(self, block: str, action: Action, segment: tuple[str, ...] = (), mover: Mover | None = None) -> Any:
+        """Return the function of one block under an action, and make it if it does not exist yet.
+
+        `segment` names the blocks of its segment. `mover` moves tensors to host memory if the action does.
+        """
+        key = block, action, segment
+        if key not in self.made:
+            self.made[key] = make(
+                Request(
+                    block,
+                    action,
+                    preserve_rng_state=self.spec.preserve_rng_state,
+                    determinism_check=self.spec.determinism_check,
+                    segment=segment,
+                    mover=mover,
+                )
+            )
+        return self.made[key]
 
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
         """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.
@@ -185,6 +193,8 @@ class Installation:
     """All functions that plans of this spec have put on blocks so far."""
     regions: Regions = dataclasses.field(default_factory=dict)
     """Block name -> its checkpointing function, for every block whose action is not `keep`."""
+    hooked: int = 0
+    """How many of `functions` existed when the hooks that engines need were last registered."""
     blocks: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     """Block name -> the module that the plan is on; empty while nothing is enabled."""
     before: Saved = dataclasses.field(default_factory=dict)
@@ -225,7 +235,7 @@ class Installation:
             return f"`{self.spec.policy}` measures the first training steps, and then plans"
         if not self.planned.measures:
             return None
-        return f"measuring ({self.planned.phase})"
+        return f"measuring ({self.planned.phase.value})"
 
     @property
     def waits(self) -> bool:

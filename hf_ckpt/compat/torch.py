@@ -118,6 +118,20 @@ def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     return top
 
 
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Context manager in which autograd saves tensors without the innermost active hooks."""
+    hooks = top_saved_tensor_hooks()
+    if hooks is None:
+        yield
+        return
+    private("torch._C._autograd._pop_saved_tensors_default_hooks")()
+    try:
+        yield
+    finally:
+        private("torch._C._autograd._push_saved_tensors_default_hooks")(*hooks)
+
+
 def is_in_place_error(error: Exception) -> bool:
     """Whether autograd raised an error because a saved tensor was changed in place."""
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)

@@ -201,7 +201,7 @@ def costs_of_step(
         kind, back, behind = kinds[call.name], call.backward, call.behind
         if call is last:
             behind = Part()  # what runs after the last call is the head
-        own = {action: changes[kind, action].at(call) for action in actions[:-1] if (kind, action) in changes}
+        own = {action: changes[kind, action] for action in actions[:-1] if (kind, action) in changes}
         own = {**own, actions[-1]: Change()} if back else {actions[0]: Change()}
         # What a call frees at the end of the forward under `full`, but not under some other action.
         lent = max(change.later for change in own.values()) if freed is None else freed[kind]

@@ -2,8 +2,8 @@
 
 A step consists of what runs before the blocks, the call of every block, what runs between two calls, and the backward
 of every call. The step of a plan is that under `full`, plus the differences that the plan's actions make. Bytes add
-up, so losses, image towers and routers need no model of their own. Differences measured for one batch are scaled for
-others: they grow with the backward of a `full` block, which holds everything that the block keeps under `keep`.
+up, so losses, image towers and routers need no model of their own. Trials show the differences: while a block is
+recomputed, it runs under other actions.
 """
 
 from __future__ import annotations
@@ -39,6 +39,53 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trial:
+    """What a call would keep and need under another action. All in bytes."""
+
+    arrival: int
+    """What is allocated between the arrival of the gradient and the first operation of the backward."""
+    forward_peak: int
+    """Most bytes alive in the forward, above those at its beginning."""
+    kept: int
+    """What the forward leaves for the backward, besides its output and autocast's copies of weights."""
+    later: int
+    """Autocast's copies of weights that the backward needs; they outlive the model's forward."""
+    backward_peak: int | None = None
+    """Most bytes alive in the backward, above those when its gradient arrives; None if it was not tried."""
+
+    def scaled(self, factor: float) -> Trial:
+        """All bytes multiplied by a factor, rounded up."""
+        back = self.backward_peak
+        return Trial(
+            arrival=_up(self.arrival * factor),
+            forward_peak=_up(self.forward_peak * factor),
+            kept=_up(self.kept * factor),
+            later=self.later,
+            backward_peak=None if back is None else _up(back * factor),
+        )
+
+    def change(self, call: Call) -> Change:
+        """What the action changes in the call that it was tried in.
+
+        Without a trial of the backward, it needs at most as much as under `full`, which holds all that a block keeps.
+        """
+        assert call.backward is not None
+        if self.backward_peak is None:
+            backward_peak = -(self.kept + self.later)
+        else:
+            backward_peak = self.backward_peak - call.backward.peak
+        return Change(self.forward_peak - call.forward.peak, self.kept, self.later, backward_peak)
+
+    def recomputed(self, call: Call) -> Change:
+        """What it changes to recompute the block in backward, under this action."""
+        assert call.backward is not None
+        if self.backward_peak is None:
+            return Change()
+        forward = self.arrival + self.forward_peak
+        return Change(backward_peak=max(forward, self.kept + self.later + self.backward_peak) - call.backward.peak)
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """One call of a block in a step."""
 
@@ -50,6 +97,19 @@ class Call:
     """What runs between this call and the next one; after the last one, the head and the loss with their backward."""
     backward: Part | None
     """Its backward, and what runs between it and the next boundary. None for a call without one."""
+    trials: Mapping[Action, Trial] = dataclasses.field(default_factory=dict)
+    """What it would keep and need under other actions."""
+
+    def scaled(self, factor: float) -> Call:
+        """All bytes multiplied by a factor, rounded up."""
+        return Call(
+            self.name,
+            self.has_input_graph,
+            self.forward.scaled(factor),
+            self.behind.scaled(factor),
+            self.backward and self.backward.scaled(factor),
+            {action: trial.scaled(factor) for action, trial in self.trials.items()},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,92 +145,45 @@ class Step:
 
     def scaled(self, factor: float) -> Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
+        calls = tuple(call.scaled(factor) for call in self.calls)
+        begun = _up(self.at_backward_bytes * factor)
+        return dataclasses.replace(self, before=self.before.scaled(factor), calls=calls, at_backward_bytes=begun)
+
+    def with_trials(self, other: Step) -> Step:
+        """The same step with what another step of the same batch has tried."""
         calls = []
         for call in self.calls:
-            backward = call.backward and call.backward.scaled(factor)
-            parts = call.forward.scaled(factor), call.behind.scaled(factor), backward
-            calls.append(Call(call.name, call.has_input_graph, *parts))
-        before, begun = self.before.scaled(factor), _up(self.at_backward_bytes * factor)
-        return dataclasses.replace(self, before=before, calls=tuple(calls), at_backward_bytes=begun)
+            tried = other[call.name]
+            trials = {} if tried is None else tried.trials
+            calls.append(dataclasses.replace(call, trials={**call.trials, **trials}))
+        return dataclasses.replace(self, calls=tuple(calls))
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What an action changes in one call of a block, compared with `full`."""
+    """What an action changes in one call of a block, compared with `full`. All in bytes."""
 
     forward_peak: int = 0
     forward_net: int = 0
     later: int = 0
-    """Further bytes that are kept after the model's forward, in addition to `forward_net`."""
+    """What is kept after the model's forward, in addition to `forward_net`."""
     backward_peak: int = 0
-    scale: int = 0
-    """Most bytes of the call's backward under `full`, when this was measured."""
-    growth: float = 0.0
-    """How many times as large the batch is as the measured one, if some dimension of it is larger; 0 otherwise."""
 
     def larger(self, other: Change) -> Change:
-        """The larger of both, field by field. Both must come from calls that need the same."""
+        """The larger of both, field by field."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return Change(*(max(pair) for pair in pairs))
 
-    def at(self, call: Call) -> Change:
-        """The change for a call that needs more or less than the one it was measured on."""
-        size = call.backward.peak if call.backward is not None else 0
-        if not self.scale or (size == self.scale and not self.growth):
-            return self
-        factor = size / self.scale
-        kept = _up(self.forward_net * factor)
-        # Gradients of weights do not grow with the batch, and attention may grow faster. All that grew may be kept.
-        grown = self.forward_net * self.growth + max(0.0, size - self.scale * self.growth)
-        more = max(0, _up(grown) - kept) if self.growth and self.forward_net > 0 else 0
-        first, later, back = (_up(n * factor) for n in (self.forward_peak, self.later, self.backward_peak))
-        return Change(first + more, kept + more, later, back - more, scale=size)
 
-
-def changes_of(full: Step, seen: Step, tried: Mapping[CallName, Action], alike: bool) -> dict[CallName, Change]:
-    """What actions changed in the calls that had them.
-
-    Args:
-        full: a step under `full`.
-        seen: the step in which the calls in `tried` had these actions, and all others `full`.
-        tried: calls of blocks, with their actions.
-        alike: whether both batches had the same shape.
-    """
-    before = {call.name: call.backward.peak for call in full.calls if call.backward and call.name not in tried}
-    after = {call.name: call.backward.peak for call in seen.calls if call.backward and call.name in before}
-    ratio = sum(after.values()) / max(1, sum(before[name] for name in after)) if after else 1.0
-    """What calls need in `seen`, relative to `full`, measured on those that ran under `full` in both."""
-    found: dict[CallName, Change] = {}
-    for name in tried:
-        mine, its = full[name], seen[name]
-        if mine and its and mine.backward and its.backward:
-            backward_peak = round(mine.backward.peak * ratio)
-            found[name] = Change(
-                forward_peak=its.forward.peak - round(mine.forward.peak * ratio),
-                forward_net=its.forward.net - round(mine.forward.net * ratio),
-                backward_peak=its.backward.peak - backward_peak,
-                scale=backward_peak,
-            )
-    if alike and found and full.names == seen.names:  # further kept bytes show when the backward begins
-        kept = sum(change.forward_net for change in found.values())
-        extra = seen.at_backward_bytes - full.at_backward_bytes - kept
-        weights = {name: max(0, change.forward_net) for name, change in found.items()}
-        whole = sum(weights.values())
-        for name, weight in weights.items() if whole else ():
-            found[name] = dataclasses.replace(found[name], later=_up(extra * weight / whole))
-    return found
-
-
-def joined(full: Step, seen: Step, without: Mapping[CallName, Action], order: Sequence[str]) -> Step:
+def joined(full: Step, other: Step, order: Sequence[str]) -> Step:
     """Add calls of another step to a step under `full` that lacks them, for example if blocks are skipped at random.
 
     Args:
         full: the step.
-        seen: the other one.
-        without: calls of `seen` that did not run under `full`.
+        other: the other one. Its calls that `full` lacks must have run under `full`.
         order: names of all blocks, in the order in which they run.
     """
-    added = [call for call in seen.calls if full[call.name] is None and call.name not in without]
+    added = [call for call in other.calls if full[call.name] is None]
     if not added:
         return full
     calls = [*full.calls[:-1], *(dataclasses.replace(call, behind=Part()) for call in (full.calls[-1], *added))]

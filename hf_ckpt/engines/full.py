@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
@@ -19,6 +19,19 @@ from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, In
 
 CALLS_A_TRANSFORM = "it calls `torch.func.grad`, which allows no hooks."
 """The problem of a block that no engine can checkpoint."""
+
+
+class Recomputing(Protocol):
+    """What happens in place of a recomputation: see `trials.Trials`."""
+
+    @property
+    def stops_early(self) -> bool: ...
+
+    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
+
+    def recompute(
+        self, again: Callable[[Callable[..., Any]], Any], plain: Callable[..., Any], inner: Callable[..., Any]
+    ) -> Any: ...
 
 
 class FullRegion(Region):
@@ -37,6 +50,8 @@ class FullRegion(Region):
         """Whether every parameter stays on its device, unsharded, throughout a step."""
         self.settings: Settings | None = None
         """The settings of the block in its last forward; None before the first."""
+        self.trials: Recomputing | None = None
+        """What the recomputations of the next forwards try; None if they only recompute."""
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
@@ -83,7 +98,11 @@ class FullRegion(Region):
         positional = [Seen(arg) for arg in args if isinstance(arg, torch.Tensor)]
         inputs = list(map(Seen, tensors))
         try:
-            output = self._checkpoint(Counted(fn, self, inputs), *args)
+            if self.trials is None or self.trials.stops_early:
+                output = self._checkpoint(Counted(fn, self, inputs), *args)
+            else:
+                with set_checkpoint_early_stop(False):
+                    output = self._checkpoint(Counted(fn, self, inputs), *args)
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
@@ -105,16 +124,18 @@ class FullRegion(Region):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "settings": None}  # they refer to the modules of this block
+        return {**vars(self), "settings": None, "trials": None}  # they refer to the modules of this block
 
 
 class Counted:
     """A block's forward. All calls after the first count as recomputations and run in the state of the first."""
 
-    __slots__ = ("fn", "ran", "region", "state")
+    __slots__ = ("fn", "plain", "ran", "region", "state", "trials")
 
     def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: Sequence[Seen]) -> None:
-        self.fn = region.inner(fn)
+        self.plain = fn
+        self.trials = region.trials
+        self.fn = region.inner(fn) if self.trials is None else self.trials.inner(fn)
         self.region = region
         self.ran = False
         self.state = region.state_for(fn, inputs)
@@ -122,7 +143,9 @@ class Counted:
     def __call__(self, *args: Any) -> Any:
         if self.ran:
             self.region.recomputed += 1
-            return self.state.recompute(self.fn, args)
+            if self.trials is None:
+                return self.state.recompute(self.fn, args)
+            return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn)
         self.ran = True
         hooks = compat.torch.top_saved_tensor_hooks()
         if hooks is None:  # nothing will be recomputed

@@ -190,11 +190,11 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     padded = asked.padded or (asked.packing and not asked.attention.startswith("flash_attention"))
     meter = FakeMeter(device.nanoseconds, model, inputs, padded=padded, casts=device.name == "cpu")
-    levels = Levels(meter)
+    levels = Levels(meter, meter)
     autocast = DTYPES[asked.autocast_name] if asked.autocast_name else None
     called: set[str] = set()
 
-    def mark(what: str, block: str = "", has_graph: bool = True) -> None:
+    def mark(what: str, block: str = "", has_graph: bool = True, action: Action | None = None) -> None:
         if what == "forward":
             if block in called:
                 raise HfCkptError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,33 +49,8 @@ class TrainingClock:
         return taken
 
 
-class Meter:
-    """Reads memory and time at the boundaries of a step. This one reads nothing."""
-
-    has_raised: Callable[[], bool] = bool
-    """Returns whether the step that it measures has ended by an error."""
-
-    def read(self) -> tuple[int, int]:
-        """Return (bytes alive, most bytes alive since the last call)."""
-        return 0, 0
-
-    def stamp(self) -> Any:
-        """Return a time stamp, without waiting for the device."""
-        return 0
-
-    def between(self, first: Any, last: Any) -> int:
-        """Return the nanoseconds between two stamps. Waits for the device."""
-        return int(last - first)
-
-    def start(self) -> None:
-        """Begin to measure, or go on after `stop`."""
-
-    def stop(self) -> None:
-        """Stop measuring."""
-
-
-class DeviceClock(Meter):
-    """The `Meter` that reads only the time.
+class DeviceClock:
+    """Time stamps on the devices of a model.
 
     Accelerators record an event at each boundary, so that nothing waits for them while the step runs. If their events
     measure no time, each boundary waits for the devices.
@@ -89,6 +64,7 @@ class DeviceClock(Meter):
         self._by_events = bool(self._devices) and all(map(compat.devices.has_timed_events, self._devices))
 
     def stamp(self) -> Any:
+        """Return a time stamp, without waiting for devices that have timed events."""
         if self._by_events:
             return [compat.devices.timed_event(device) for device in self._devices]
         compat.devices.synchronize(self._devices)

@@ -19,7 +19,7 @@ Price = Callable[[int, int, int], int]
 
 
 class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `Meter` of a step on fake tensors. It also answers operations that ask for values.
+    """The `Reader` and the `Clock` of a step on fake tensors. It also answers operations that ask for values.
 
     Args:
         price: the time of an operation on the device.
@@ -46,6 +46,10 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
     def stamp(self) -> Any:
         """Return the nanoseconds so far."""
         return self._nanoseconds
+
+    def between(self, first: int, last: int) -> int:
+        """Return the nanoseconds between two stamps."""
+        return last - first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.next_part is not None:

@@ -1,8 +1,9 @@
-"""Memory at the boundaries of a training step: the bytes alive, the peak since the last boundary, and the time.
+"""The boundaries of a training step, with memory or time: the bytes alive and the peak since the last boundary, or the
+time since then.
 
-On an accelerator the allocator reports both figures, and times come from events, so that nothing waits for the device
-while the step runs. Without such an allocator, and on a CPU, hf_ckpt counts live tensors, which slows the step down (by
-a tenth, or more for tiny models). Such a step is either counted or timed.
+A step has a reader of memory or a clock. Reading memory takes time: on a CPU, and for allocators without peaks, live
+tensors are counted, and reading an allocator's statistics takes twenty times as long as an event. So a timed step reads
+no memory.
 """
 
 from __future__ import annotations
@@ -10,15 +11,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.costs.steps import Call, CallName, Part, Step
-from hf_ckpt.measure.clocks import DeviceClock, Meter
-from hf_ckpt.measure.live import Holder, LiveBytes
+from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
+from hf_ckpt.measure.live import Holder, LiveBytes, Reader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
+from hf_ckpt.spec.actions import Action
+
+TRIAL_MARKS = ("cast", "trial", "tried", "shown", "kept")
+"""What the marks of a trial are called, in their order: see `engines.trials`."""
+
+
+class Clock(Protocol):
+    """Tells the time at a boundary."""
+
+    def stamp(self) -> Any:
+        """Return a time stamp."""
+
+    def between(self, first: Any, last: Any) -> int:
+        """Return the nanoseconds between two stamps. May wait for the device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +40,7 @@ class Level:
     """The readings at one boundary of a step."""
 
     what: str
-    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there."""
+    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there; or one of `TRIAL_MARKS`."""
     block: str
     """Name of the block; empty for `begin` and `end`."""
     has_graph: bool = True
@@ -37,23 +51,29 @@ class Level:
     """Most bytes alive since the previous boundary."""
     nanoseconds: int = 0
     """Time since the previous boundary; 0 in a step that was not timed."""
+    action: Action | None = None
+    """The action that is tried, for the marks of a trial."""
 
 
 class Levels:
     """The boundaries of one step, in order.
 
     Args:
-        meter: reads memory and time.
+        reader: reads memory; None for a step that is only timed.
+        clock: tells the time; None for a step that is not timed.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, reader: Reader | None = None, clock: Clock | None = None) -> None:
+        self.reader = reader
+        self._clock = clock
         self._found: list[tuple[Level, Any]] = []
         """Each boundary with its time stamp."""
 
-    def mark(self, what: str, block: str = "", has_graph: bool = True) -> None:
+    def mark(self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None) -> None:
         """Record a boundary; see `Level`. Backward threads of several devices take turns."""
-        self._found.append((Level(what, block, has_graph, *self.meter.read()), self.meter.stamp()))
+        read = (0, 0) if self.reader is None else self.reader.read()
+        stamp = None if self._clock is None else self._clock.stamp()
+        self._found.append((Level(what, block, has_graph, *read, action=action), stamp))
 
     @property
     def last(self) -> str:
@@ -61,27 +81,31 @@ class Levels:
         return self._found[-1][0].what if self._found else ""
 
     def levels(self) -> tuple[Level, ...]:
-        """Return all boundaries, with the times between them. Waits for an accelerator. The meter must have stopped."""
+        """Return all boundaries, with the times between them. Waits for an accelerator."""
+        if self._clock is None:
+            return tuple(level for level, _ in self._found)
         before = self._found[:1] + self._found[:-1]
         return tuple(
-            dataclasses.replace(level, nanoseconds=self.meter.between(earlier, stamp))
+            dataclasses.replace(level, nanoseconds=self._clock.between(earlier, stamp))
             for (_, earlier), (level, stamp) in zip(before, self._found, strict=True)
         )
 
+    def nanoseconds(self) -> int:
+        """Return the time from the first boundary to the last. Waits for an accelerator."""
+        assert self._clock is not None
+        return self._clock.between(self._found[0][1], self._found[-1][1])
 
-def meter_for(devices: Collection[torch.device], *holders: Holder, timed_only: bool = False) -> Meter:
-    """Make the meter for a model on these devices.
+
+def reader_for(devices: Collection[torch.device], *holders: Holder) -> Reader:
+    """Make the reader of memory for a model on these devices.
 
     Args:
         devices: the devices of the model. Accelerators among them are measured, or else the CPU.
         holders: what holds tensors that are already alive, if tensors must be counted.
-        timed_only: whether only times are needed.
     """
     there = compat.devices.accelerators(devices)
     if there and all(map(keeps_statistics, there)):
         return PeakMeter(there)
-    if timed_only:
-        return DeviceClock(there)
     return LiveBytes(*holders, device=there[0].type if there else "cpu")
 
 
@@ -118,10 +142,10 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     first_backward = min(backwards.values())
     calls = []
     for (name, place), following in zip(forwards.items(), [*forwards.values(), first_backward][1:], strict=True):
-        end = backwards.get(name)
-        forward, behind = part_of(levels, place, place + 1), part_of(levels, place + 1, following)
-        backward = None if end is None else part_of(levels, end, end + 1)
-        calls.append(Call(name, levels[place].has_graph, forward, behind, backward))
+        forward = part_of(levels, place, place + 1)
+        behind = part_of(levels, place + 1, following)
+        call = Call(name, levels[place].has_graph, forward, behind, None)
+        calls.append(_with_backward(call, levels, backwards[name]) if name in backwards else call)
     return Step(
         start_bytes=levels[0].bytes,
         before=part_of(levels, 0, min(forwards.values())),
@@ -130,6 +154,32 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
         outside_peak_bytes=outside_peak_bytes,
         peak_bytes=max(level.peak_bytes for level in levels[1:]),
     )
+
+
+def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
+    """The call with its backward, which begins at the place `first`, and with the trials in it."""
+    end = next(place for place in range(first + 1, len(levels)) if levels[place].what not in TRIAL_MARKS)
+    arrives = levels[first].bytes
+    whole = part_of(levels, first, end)
+    trials: dict[Action, Trial] = {}
+    for place in range(first + 4, end):
+        level = levels[place]
+        if level.what not in ("shown", "kept") or level.block != call.name[0] or level.action is None:
+            continue
+        cast, begins, tried = levels[place - 3 : place]
+        kept = tried.bytes - cast.bytes
+        arrival = begins.bytes - arrives
+        rest = part_of(levels, place, end)
+        trials[level.action] = Trial(
+            arrival=arrival,
+            forward_peak=tried.peak_bytes - begins.bytes,
+            kept=kept,
+            later=level.bytes - begins.bytes - kept,
+            backward_peak=rest.peak + arrival if level.what == "kept" else None,
+        )
+    if trials:  # they are no part of the backward
+        whole = dataclasses.replace(whole, peak=max(levels[first + 1].peak_bytes, levels[end].peak_bytes) - arrives)
+    return dataclasses.replace(call, backward=whole, trials=trials)
 
 
 def part_of(levels: Sequence[Level], first: int, last: int) -> Part:

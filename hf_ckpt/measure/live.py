@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.measure.clocks import Meter
 
 Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 """What holds tensors that are alive before counting begins: a model, an optimizer, or a batch (a mapping)."""
@@ -18,6 +17,23 @@ Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 """Types of tensors that do not wrap others."""
+
+
+class Reader:
+    """Reads memory at the boundaries of a step."""
+
+    has_raised: Callable[[], bool] = bool
+    """Returns whether the step that it reads has ended by an error."""
+
+    def read(self) -> tuple[int, int]:
+        """Return (bytes alive, most bytes alive since the last call)."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Begin to read, or go on after `stop`."""
+
+    def stop(self) -> None:
+        """Stop reading."""
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
@@ -28,7 +44,7 @@ class _Alive(weakref.ref):  # type: ignore[type-arg]
     size: int
 
 
-class LiveBytes(compat.torch.TorchDispatchMode, Meter):  # type: ignore[no-untyped-call]
+class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
         with LiveBytes(model) as live:

@@ -18,7 +18,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.logs import warn_once
-from hf_ckpt.measure.clocks import DeviceClock
+from hf_ckpt.measure.live import Reader
 
 log = logging.getLogger(__name__)
 
@@ -172,11 +172,11 @@ def allocator_of(device: torch.device) -> Allocator:
     return Allocator(device)
 
 
-class PeakMeter(DeviceClock):
-    """The `Meter` of the allocators of accelerators; and the largest memory use of some devices since `reset`.
+class PeakMeter(Reader):
+    """The `Reader` of the allocators of accelerators; and the largest memory use of some devices since `reset`.
 
     Unknown figures are None, never 0. Reading allocators does not wait; each boundary of a step costs one read of the
-    statistics, one reset of the peak and one event per device. Several devices are added up. On a CPU under Linux,
+    statistics and one reset of the peak per device. Several devices are added up. On a CPU under Linux,
     `peak_bytes` is the kernel's own peak of the process's resident size: `VmHWM` in /proc/self/status. Writing 5 to
     /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in some
     containers, the peak is that since the process began.
@@ -186,8 +186,7 @@ class PeakMeter(DeviceClock):
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        super().__init__(devices)
-        there = self._devices
+        there = compat.devices.accelerators(devices)
         self._allocators = [allocator_of(device) for device in there] if all(map(keeps_statistics, there)) else []
         self._is_resident = not there and _STATUS.exists()
         place = there[0].type if there else sys.platform

@@ -54,7 +54,7 @@ class Batch:
     resident: bool
     """Whether there are gradients of earlier micro-steps."""
     state: tuple[Any, int] = (None, 0)
-    """The type that autocast computes in, and a number for which parameters are trained: see `look_of`."""
+    """The type that autocast computes in, and a number for which parameters are trained: see `Look`."""
 
     def covers(self, other: Batch) -> bool:
         """Whether a step with this batch needs at least as much memory as one with another, whatever the plan."""

@@ -1,30 +1,30 @@
 """The policies `budget` and `auto` in a run: measure the first steps, then plan with the measurements.
 
 A session sees every training batch before its forward. A batch size whose plan exists, or that a larger batch's plan
-covers, runs under it. Otherwise the first of these phases that applies says what the step does. Each ends by itself, in
-whatever order batches come:
+covers, runs under it. Otherwise the step is for the first of these phases that is still to be done, see `phases`:
 
 | phase | its steps run under | it ends |
 |---|---|---|
 | *warm-up* | `full`, unmeasured | after two steps under DDP |
-| *measure full* | `full` | when a step of about this size was measured |
-| *try actions* | `full`, but one block of a kind under an action | when each kind was tried under each, where it fits |
+| *measure* | `full`; the recomputations try other actions | after two steps of about this size |
 | *time* | a mixture of actions | after `TIMED_STEPS` steps |
+| *race* | the plans that may be the fastest, in turn | after `RACE_STEPS` steps of each |
 | *check* | the plan; its first step is measured | after that step |
 | *plan* | the plan of the batch | |
+| *given up* | `full` | |
 
 If the peak of a checked step exceeds the budget, the limit of all later plans is lower by what it needed more than was
-predicted. With compiled blocks, share 0 takes the place of `full`, and a step that compiles a graph is not used. A step
-that is not what was expected (an exception, another forward, gradients that were not cleared) is not used either, and
-the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured.
+predicted. With compiled blocks, share 0 takes the place of `full`, single blocks try other shares in their forward, and
+a step that compiles a graph is not used. A step that is not what was expected (an exception, another forward, gradients
+that were not cleared) is not used either, and the next one is in the same phase again. After `MOST_FAILURES` such steps
+in a row, nothing more is measured.
 
 No batch ends a run: if no plan fits, the session uses the one with the lowest peak, and warns once.
 
 What a step needs also depends on which parameters are trained, their bytes, and autocast's type. In another state of
-the model, steps under `full` are measured again, and actions are tried on kinds of blocks that are new. Once an
-optimizer has stepped for the first time, so that its state exists, steps under `full` are measured again, too. Each
-rank has its own session, because actions do not change the collective operations. Under ZeRO-3 they do, so all ranks
-use the plan of the rank with the largest batch.
+the model, steps are measured again. Once an optimizer has stepped for the first time, so that its state exists, they
+are measured again, too. Each rank has its own session, because actions do not change the collective operations. Under
+ZeRO-3 they do, so all ranks use the plan of the rank with the largest batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,31 +41,33 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.attach.record import Installation
-from hf_ckpt.costs.costs import with_offloading
+from hf_ckpt.attach.record import Functions, Installation
+from hf_ckpt.costs.costs import Costs, with_offloading
+from hf_ckpt.costs.steps import Step
+from hf_ckpt.engines.full import FullRegion
+from hf_ckpt.engines.trials import Mark, Trial, Trials
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell, warn_once
-from hf_ckpt.measure.clocks import Meter
-from hf_ckpt.measure.levels import Levels, meter_for, step_of
+from hf_ckpt.measure.clocks import DeviceClock
+from hf_ckpt.measure.levels import Levels, reader_for, step_of
 from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.measure.memory import device_memory, keeps_statistics
-from hf_ckpt.models.blocks import FoundBlocks, find_blocks, look_of, vocabulary_head
+from hf_ckpt.models.blocks import FoundBlocks, Look, find_blocks, vocabulary_head
 from hf_ckpt.planner.budgets import best_plan
 from hf_ckpt.planner.segments import in_segments
-from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
+from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch, Forward, forward_of
-from hf_ckpt.training.measurements import Measurements
+from hf_ckpt.training.measurements import TIMED_STEPS, Measurements, Tries
+from hf_ckpt.training.phases import MOST_FAILURES, Known, Phase, phase_of
+from hf_ckpt.training.race import Entrant, Race, restricted
 from hf_ckpt.units import budget_bytes, format_bytes
 
 log = logging.getLogger(__name__)
 
-TIMED_STEPS = 2
-SURE = 0.97
-"""Share of the limit that a timed step may need. The rest is a margin: the need may be estimated from other blocks."""
-MOST_FAILURES = 8
-"""After so many steps in a row that could not be measured, nothing more is measured."""
+SIMPLE = Action("selective", ("attention",))
+"""The action that a race always tries beside `full`: it keeps little, and recomputes in larger parts than others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,12 @@ class Planned:
     plan: Plan
     over: bool = False
     """Whether no plan fits; then this is the one with the lowest peak."""
-    phase: str = "plan"
-    """What the session does in this step: `warm-up`, `measure full`, `try actions`, `time`, `check` or `plan`."""
+    phase: Phase = Phase.PLAN
+    """What this step is for."""
+    tries: Mapping[str, Tries] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """What recomputations in this step try."""
+    actions: Mapping[str, Action] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """Blocks that have another action than the one that keeps least, to be measured."""
     held: Mapping[Batch, Planned] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """All plans of the run, by their batch."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
@@ -87,8 +93,8 @@ class Planned:
 
     @property
     def measures(self) -> bool:
-        """Whether the session is still measuring; then the plan is enabled for one step."""
-        return self.phase not in ("check", "plan")
+        """Whether the plan is enabled for one step only, because it is not the plan of the batch yet."""
+        return not self.phase.is_planned
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -100,32 +106,32 @@ class Planned:
 class _Recorder:
     """Measures the step that begins now.
 
-    On a CPU the meter slows every operation down, so it does not run longer than the step: until the graph of the step
-    is gone, and while an optimizer steps. `stop` ends it for good, and so does the end of the model.
+    On a CPU a reader of memory slows every operation down, so it does not run longer than the step: until the graph of
+    the step is gone, and while an optimizer steps. `stop` ends it for good, and so does the end of the model.
     """
 
-    def __init__(
-        self,
-        base: nn.Module,
-        meter: Meter,
-        planned: Planned,
-        tried: Mapping[str, Action],
-        modules: Mapping[str, nn.Module],
-    ) -> None:
-        self.planned, self.tried = planned, tried
+    def __init__(self, base: nn.Module, levels: Levels, planned: Planned, modules: Mapping[str, nn.Module]) -> None:
+        self.planned = planned
+        self.levels = levels
+        self.regions: list[FullRegion] = []
+        """The functions of blocks whose recomputations try other actions."""
         self.graphs = compat.compiler.compiled_graphs()
         """How many graphs torch.compile had made when the step began."""
-        self.levels = levels = Levels(meter)
-        self.boundaries = Boundaries(modules, levels.mark, meter.stop, vocabulary_head(base))
-        meter.has_raised = self.boundaries.has_raised
-        # An optimizer that steps within the backward must not end the measurement.
-        after = lambda: meter.stop() if levels.last == "end" else None  # noqa: E731
-        handles: list[Any] = [*compat.torch.call_around_optimizers(meter.start, after), self.boundaries]
+        reader = levels.reader
+        gone = None if reader is None else reader.stop
+        self.boundaries = Boundaries(modules, levels.mark, gone, vocabulary_head(base))
+        handles: list[Any] = [self.boundaries]
+        if reader is not None:
+            reader.has_raised = self.boundaries.has_raised
+            # An optimizer that steps within the backward must not end the measurement.
+            after = lambda: reader.stop() if levels.last == "end" else None  # noqa: E731
+            handles += compat.torch.call_around_optimizers(reader.start, after)
 
         def stop() -> None:
             for handle in handles:
                 handle.remove()
-            meter.stop()
+            if reader is not None:
+                reader.stop()
 
         self.stop = weakref.finalize(base, stop)
         self.stop.atexit = False
@@ -135,7 +141,8 @@ class _Recorder:
     def begin_forward(self) -> None:
         """Measure from here until the graph of the forward is gone."""
         self.boundaries.begin()
-        self.levels.meter.start()
+        if self.levels.reader is not None:
+            self.levels.reader.start()
 
 
 class Session:
@@ -192,8 +199,9 @@ class Session:
         self._begin_with(found, record)
         self.recorder: _Recorder | None = None
         """What measures the current step; None if it is not measured."""
+        self._look = Look(base)
         self._looks: dict[Any, int] = {}
-        """States of the model that were seen, and their numbers: see `look_of`."""
+        """States of the model that were seen, and their numbers: see `Look`."""
         self._state: tuple[Any, int] = (None, 0)
         """The present state of the model, as in `Batch.state`."""
         self._seen: list[Batch] = []
@@ -222,6 +230,8 @@ class Session:
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
         self.measured_steps = 0
+        self._entrants: list[Entrant] = []
+        """The plans that race in the current step."""
         self._chunks_help = False
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
 
@@ -230,6 +240,7 @@ class Session:
         # Blocks of stacks for which a rule says what they get, and that.
         fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
         self.known = Measurements(found, self._actions, fixed)
+        self.race = Race()
         self.plans.clear()
 
     def _refuse_unmeasurable(self) -> None:
@@ -273,7 +284,7 @@ class Session:
             if self._state_bytes > before:  # its state is alive from now on
                 self.known.full.clear()
                 self.plans.clear()
-        look = look_of(base, self._device_type, self._sharded)
+        look = self._look.now(self._device_type, self._sharded)
         if self._looks and look not in self._looks:
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
             found = find_blocks(base)
@@ -282,20 +293,22 @@ class Session:
         self._state = look[0], self._looks.setdefault(look, len(self._looks))
         self._forwards = [forward]
         forwards = self._expected.get((self._state, forward), (forward,))
-        has_gradients = any(parameter.grad is not None for parameter in base.parameters())
-        batch = Batch(forwards, has_gradients, self._state)
-        self.known.begins_at(batch, level)
-        planned, tried = self._next(batch)
+        batch = Batch(forwards, self._look.has_gradients(), self._state)
+        if level:
+            self.known.begins_at(batch, level)
+        planned = self._next(batch)
         if self._together:
             planned = self._agreed(planned)
+        self._prepare(record, planned)
         exchange(base, record, planned)
-        if planned.phase not in ("warm-up", "plan") and self._failures < MOST_FAILURES:
-            self._begin(base, running, planned, tried, args, kwargs)
+        if planned.phase.is_measured:
+            self._begin(record, base, running, planned, args, kwargs)
 
     def after_forward(self, failed: bool) -> None:
         """A training forward has ended, or has raised an error."""
         if self.recorder is not None and failed:
             self._drop()
+            self._failed()
         elif self.recorder is not None:
             self.recorder.boundaries.finish()
 
@@ -314,7 +327,7 @@ class Session:
         Returns whether that makes another plan.
         """
         self._drop()
-        is_least = planned.over or self._is_uniform(planned.plan, self._least)
+        is_least = planned.over or (self._is_uniform(planned.plan, self._least) and not planned.tries)
         makes_another = not is_least and (self._may_try or bool(self.plans))
         self._may_try = False
         prediction = planned.plan.prediction
@@ -325,27 +338,60 @@ class Session:
 
     # --- the phases ---
 
-    def _next(self, batch: Batch) -> tuple[Planned, Mapping[str, Action]]:
-        """Return the plan for a batch, and the blocks in it that do not run under `full` to be measured."""
-        known, limit = self.known, self.limit_bytes
+    def _next(self, batch: Batch) -> Planned:
+        """Return the plan for a batch, and what is measured in its step."""
         serving = self.plans.get(batch) or self._covering(batch)
-        if compat.distributed.is_distributed() and self._warm_steps < 2:
-            self._warm_steps += 1  # DDP builds its gradient buckets in the first step and rebuilds them in the second
-            return self._trying(batch, "warm-up"), {}
+        needs_warm_up = compat.distributed.is_distributed()  # DDP builds its gradient buckets in the first two steps
+        known = Known(
+            is_warm=self._warm_steps >= 2 or not needs_warm_up,
+            failures=self._failures,
+            has_plan=serving is not None,
+            is_checked=serving is not None and (serving.shape != batch or serving.measured_bytes is not None),
+        )
+        phase = phase_of(known)
+        if phase in (Phase.WARM_UP, Phase.GIVEN_UP):
+            self._warm_steps += 1
+            return self._trying(batch, phase)
         if serving is not None:
-            unchecked = serving.shape == batch and serving.measured_bytes is None
-            return dataclasses.replace(serving, phase="check" if unchecked else "plan"), {}
-        if known.reference(batch) is None:
-            return self._trying(batch, "measure full"), {}
+            return dataclasses.replace(serving, phase=phase)
+        return self._measured(batch, known)
+
+    def _measured(self, batch: Batch, known: Known) -> Planned:
+        """Return what is measured next of a batch without a plan, or its plan."""
+        tries, shares = self._to_measure(batch)
+        known = dataclasses.replace(known, has_bytes=not (tries or shares))
+        if phase_of(known) is Phase.MEASURE:
+            return self._trying(batch, Phase.MEASURE, shares, tries)
         # If even `full` needs more than the limit, for the optimizer's step, a step may need as much.
-        least = known.costs(batch).peak({})
-        tried = known.to_try(batch, max(limit, least)) if self._may_try else {}
-        if tried:
-            return self._trying(batch, "try actions", tried), tried
-        tried = known.to_time(batch, max(round(limit * SURE), least)) if known.timed < TIMED_STEPS else {}
-        if tried:
-            return self._trying(batch, "time", tried), tried
-        return dataclasses.replace(self._made(batch), phase="check"), {}
+        limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
+        may_time = self._may_try and self.known.timed < TIMED_STEPS
+        timed = self.known.to_time(batch, limit) if may_time else {}
+        known = dataclasses.replace(known, has_times=not timed)
+        if phase_of(known) is Phase.TIME:
+            return self._trying(batch, Phase.TIME, timed)
+        self._entrants, hints = self._entered(batch)
+        entrant = self.race.next(self._entrants) if self._may_try else None
+        known = dataclasses.replace(known, has_raced=entrant is None)
+        if entrant is not None and phase_of(known) is Phase.RACE:
+            return Planned(batch, self.limit_bytes, entrant.plan, phase=Phase.RACE, held=self.plans)
+        return dataclasses.replace(self._made(batch, hints), phase=Phase.CHECK)
+
+    def _to_measure(self, batch: Batch) -> tuple[Mapping[str, Tries], Mapping[str, Action]]:
+        """Return what recomputations try next, and the shares of compiled blocks to try; both empty if nothing is
+        left. The first step of a batch comes with neither for blocks without a choice."""
+        reference = self.known.reference(batch)
+        compiles = self._least == COMPILED
+        if reference is None:
+            nothing = dict.fromkeys(self.known.blocks, Tries())
+            return (nothing if compiles or not self._may_try else self.known.to_show(batch) or nothing), {}
+        if not self._may_try:
+            return {}, {}
+        if compiles:
+            limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
+            return {}, self.known.to_compile(batch, limit)
+        if reference[0] == batch and batch in self.known.full and batch not in self.known.tried:
+            return self.known.to_try(batch), {}
+        return {}, {}
 
     def _covering(self, batch: Batch) -> Planned | None:
         """The plan of the smallest batch that covers this one; None without one, and if this one comes again, and may
@@ -363,20 +409,30 @@ class Session:
         """Whether a plan gives this action to all blocks for which no rule says what they get."""
         return all(chosen == action for block, chosen in plan.actions if block.name not in self.known.fixed)
 
-    def _trying(self, batch: Batch, phase: str, tried: Mapping[str, Action] | None = None) -> Planned:
-        """The plan for one step of a phase before the plan: all blocks keep least, but for those in `tried`."""
-        chosen = {**self.known.fixed, **(tried or {})}
+    def _trying(
+        self,
+        batch: Batch,
+        phase: Phase,
+        actions: Mapping[str, Action] | None = None,
+        tries: Mapping[str, Tries] | None = None,
+    ) -> Planned:
+        """The plan for one step of a phase before the plan: all blocks keep least, but for those in `actions`."""
+        chosen = {**self.known.fixed, **(actions or {})}
         rows = tuple((block, chosen.get(name, self._least)) for name, block in self.known.blocks.items())
         plan = Plan(self._family, self._name, rows, head=self._spec.head)
-        return Planned(batch, self.limit_bytes, plan, phase=phase, held=self.plans)
+        return Planned(
+            batch, self.limit_bytes, plan, phase=phase, held=self.plans, tries=tries or {}, actions=actions or {}
+        )
 
     def _agreed(self, planned: Planned) -> Planned:
         """Return the plan of the rank with the largest batch. All ranks must call it."""
-        ranks = compat.distributed.of_all_ranks((planned.shape.elements, planned.plan.to_dict()))
-        chosen = Plan.from_dict(max(ranks, key=lambda rank: rank[0])[1])
-        if chosen == planned.plan:
+        shown = sorted((name, str(tries)) for name, tries in planned.tries.items())
+        ranks = compat.distributed.of_all_ranks((planned.shape.elements, planned.plan.to_dict(), shown))
+        largest = max(ranks, key=lambda rank: rank[0])
+        chosen = Plan.from_dict(largest[1])
+        if chosen == planned.plan and largest[2] == shown:
             return planned
-        return dataclasses.replace(planned, plan=chosen, phase="warm-up")
+        return dataclasses.replace(planned, plan=chosen, phase=Phase.WARM_UP, tries={})
 
     # --- a step ---
 
@@ -403,7 +459,8 @@ class Session:
         """
         forwards = tuple(self._forwards)
         self._surprises = 0 if forwards == planned.shape.forwards else self._surprises + 1
-        if planned.phase == "measure full" or self._surprises > 1:
+        is_first = planned.phase is Phase.MEASURE and not any(tries.last for tries in planned.tries.values())
+        if is_first or self._surprises > 1:
             self._expected[planned.shape.state, forwards[0]] = forwards
             self._surprises = 0
 
@@ -412,33 +469,62 @@ class Session:
         planned: Planned | None = record.planned
         if planned is None or Batch(planned.shape.forwards, True).covers(Batch(tuple(self._forwards), True)):
             return
-        if planned.measures and (self.recorder is None or not self.recorder.tried):
+        if planned.measures and planned.phase is not Phase.RACE and not planned.actions:
             return  # the tightest plan is already enabled
         self._drop()
         self._expect(planned)
-        tightest = self._trying(planned.shape, "warm-up")
+        tightest = self._trying(planned.shape, Phase.WARM_UP)
         exchange(base, record, tightest)
 
+    def _prepare(self, record: Installation, planned: Planned) -> None:
+        """Make the functions that trials need, so that their hooks are on the blocks when the plan is."""
+        for name, tries in planned.tries.items():
+            for action in (*tries.shown, tries.last):
+                if action not in (None, KEEP):
+                    record.functions.function(name, action)
+
     def _begin(
-        self, base: nn.Module, running: nn.Module, planned: Planned, tried: Mapping[str, Action], args: Any, kwargs: Any
+        self, record: Installation, base: nn.Module, running: nn.Module, planned: Planned, args: Any, kwargs: Any
     ) -> None:
         """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
-        batch, optimizers = {"batch": (args, kwargs)}, compat.torch.optimizers_of(base)
         if any(map(compat.compiler.is_compiled, running.modules())):
             self._refuse_unmeasurable()
-        meter = meter_for(self._devices, base, batch, *optimizers, timed_only=planned.phase == "time")
         if not self.measured_steps:
-            text = "hf_ckpt: %s: measuring the first steps, under `%s` but for a few blocks"
-            tell(text, self._name, self._least)
+            tell("hf_ckpt: %s: measuring the first steps, under `%s`", self._name, self._least)
         modules = compat.compiler.outside_graphs(running, self.known.modules)
-        self.recorder = _Recorder(base, meter, planned, tried, modules)
+        if planned.phase in (Phase.TIME, Phase.RACE):
+            levels = Levels(clock=DeviceClock(self._devices))
+        else:
+            optimizers = compat.torch.optimizers_of(base)
+            levels = Levels(reader_for(self._devices, base, {"batch": (args, kwargs)}, *optimizers))
+        if planned.phase is Phase.RACE:  # begin to end: the last block has the first backward
+            modules = dict(list(modules.items())[-1:])
+        self.recorder = _Recorder(base, levels, planned, modules)
+        for name, tries in planned.tries.items():
+            region = record.regions.get(name)
+            if isinstance(region, FullRegion):
+                region.trials = _trials_of(name, tries, record.functions, self.recorder.boundaries.mark)
+                self.recorder.regions.append(region)
         self.measured_steps += 1
 
     def _drop(self) -> None:
         """Stop measuring the current step."""
-        if self.recorder is not None:
-            self.recorder.stop()
-            self.recorder = None
+        if self.recorder is None:
+            return
+        self.recorder.stop()
+        for region in self.recorder.regions:
+            region.trials = None
+        self.recorder = None
+
+    def _failed(self) -> None:
+        """A step could not be measured."""
+        self._failures += 1
+        if self._failures == MOST_FAILURES:
+            log.warning(
+                "hf_ckpt: the steps of this run cannot be measured, so that every block stays under `%s`. Give a "
+                "policy that needs no measuring, such as `selective`.",
+                self._least,
+            )
 
     def _finish(self, record: Installation) -> int:
         """Store the measurements of the last step, if it was measured and has ended.
@@ -450,36 +536,55 @@ class Session:
             return 0
         self._drop()
         if compat.compiler.compiled_graphs() != recorder.graphs:
-            return 0  # compiling takes time, and may take memory; the next step uses the new graphs
+            self._failed()  # compiling takes time, and may take memory; the next step uses the new graphs
+            return 0
+        planned = recorder.planned
+        batch = dataclasses.replace(planned.shape, forwards=tuple(self._forwards))
+        if planned.phase is Phase.RACE:
+            self._finish_race(recorder, batch)
+            return 0
         self._chunks_help = recorder.boundaries.chunks_help and self._spec.head == "full" and not self._sharded
-        levels, planned, known = recorder.levels, recorder.planned, self.known
-        level, outside = levels.meter.read()
+        reader = recorder.levels.reader
+        level, outside = (0, 0) if reader is None else reader.read()
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
-        step = step_of(levels.levels(), outside)
-        self._failures = 0 if step is not None else self._failures + 1
+        step = step_of(recorder.levels.levels(), outside)
         if step is None:
-            if self._failures == MOST_FAILURES:
-                log.warning(
-                    "hf_ckpt: the steps of this run cannot be measured, so that every block stays under `%s`. Give a "
-                    "policy that needs no measuring, such as `selective`.",
-                    self._least,
-                )
+            self._failed()
             return 0
+        self._failures = 0
         self._expect(planned)
-        batch = dataclasses.replace(planned.shape, forwards=tuple(self._forwards))
-        if planned.phase == "check" and batch == planned.shape:
-            # What was alive only in this step, such as the graph of one that failed before, does not count.
-            reference = known.reference(batch)
-            start_bytes = step.start_bytes if reference is None else reference[1].start_bytes
-            self._check(planned, start_bytes + step.peak_bytes - step.start_bytes)
-        elif planned.phase == "time":
-            known.learn_times(batch, step, recorder.tried)
-        elif planned.phase == "measure full":
-            known.learn_full(batch, step)
-        elif planned.phase == "try actions" and known.learn_trial(batch, step, recorder.tried):
-            self.plans.clear()  # there may be faster ones now
+        self._learn(planned, batch, step)
         return level
+
+    def _finish_race(self, recorder: _Recorder, batch: Batch) -> None:
+        """Store the time of a whole step, if it was as expected."""
+        if recorder.levels.last != "end":
+            self._failed()
+            return
+        self._failures = 0
+        self._expect(recorder.planned)
+        if batch == recorder.planned.shape:
+            self.race.learn(recorder.planned.plan, self._entrants, recorder.levels.nanoseconds())
+
+    def _learn(self, planned: Planned, batch: Batch, step: Step) -> None:
+        """Store what a measured step has shown."""
+        known = self.known
+        if planned.phase is Phase.TIME:
+            known.learn_times(batch, step, planned.actions)
+        elif planned.phase is Phase.CHECK:
+            if batch == planned.shape:
+                # What was alive only in this step, such as the graph of one that failed before, does not count.
+                reference = known.reference(batch)
+                start_bytes = step.start_bytes if reference is None else reference[1].start_bytes
+                self._check(planned, start_bytes + step.peak_bytes - step.start_bytes)
+        elif planned.actions:
+            known.learn_actions(batch, step, planned.actions)
+        elif any(tries.last for tries in planned.tries.values()):
+            if batch == planned.shape:
+                known.learn_trials(batch, step)
+        else:
+            known.learn(batch, step)
 
     def _check(self, planned: Planned, peak_bytes: int) -> None:
         """Store the measured peak of a plan's first step. Lower the limit if it exceeds the budget."""
@@ -495,8 +600,11 @@ class Session:
 
     # --- plans ---
 
-    def _made(self, batch: Batch) -> Planned:
-        """Make and hold the fastest plan for a batch, or the one with the lowest peak, from the measurements."""
+    def _entered(self, batch: Batch) -> tuple[list[Entrant], Sequence[str]]:
+        """The fastest plan for a batch, or the one with the lowest peak, and the best of simple ones, if they fit.
+
+        Also returns what would lower the peak, if no plan fits.
+        """
         device = this_device(self._devices)
         costs = dataclasses.replace(
             self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
@@ -505,15 +613,35 @@ class Session:
         stacks = {block.stack for block in self.known.blocks.values()}
         if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
             ways = [*ways, *in_segments(costs)]
+        first, hints = self._entrant(self._actions, ways)
+        entrants = [first]
+        most = self._actions[0]
+        simple = [(most,), *((most, action) for action in (self._least, SIMPLE) if action in self._actions)]
+        for actions in simple if not hints else ():
+            entrant, too_much = self._entrant(actions, [restricted(costs, actions)])
+            if not too_much:
+                entrants.append(entrant)
+        return entrants, hints
+
+    def _entrant(self, actions: tuple[Action, ...], ways: Sequence[Costs]) -> tuple[Entrant, Sequence[str]]:
+        """The fastest plan with these costs, and what would lower its peak, if it does not fit."""
         made, hints = best_plan(ways, self.limit_bytes, compat.devices.device_name(self._devices))
-        actions = {**self.known.fixed, **{block.name: action for block, action in made.actions}}
-        blocks = tuple((block, actions.get(name, self._least)) for name, block in self.known.blocks.items())
+        assert made.prediction is not None
+        chosen = {**self.known.fixed, **{block.name: action for block, action in made.actions}}
+        blocks = tuple((block, chosen.get(name, self._least)) for name, block in self.known.blocks.items())
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
+        return Entrant(actions, plan, made.prediction.step_seconds), hints
+
+    def _made(self, batch: Batch, hints: Sequence[str]) -> Planned:
+        """Hold the winner of the race as the plan of a batch. `hints` would lower its peak, if it does not fit."""
+        winner = self.race.winner(self._entrants)
+        assert winner.plan.prediction is not None
+        prediction = dataclasses.replace(winner.plan.prediction, step_seconds=winner.seconds)
+        plan = dataclasses.replace(winner.plan, prediction=prediction)
         planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans)
         self.plans[batch] = planned
-        assert made.prediction is not None
         text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
-        tell(text, self._name, batch, self._spec.policy, plan.summary(), made.prediction, self.measured_steps)
+        tell(text, self._name, batch, self._spec.policy, plan.summary(), prediction, self.measured_steps)
         if hints:
             warn_once(
                 log,
@@ -521,7 +649,17 @@ class Session:
                 "would lower it: %s",
                 format_bytes(self.limit_bytes),
                 batch,
-                format_bytes(made.prediction.peak_bytes),
+                format_bytes(prediction.peak_bytes),
                 "; ".join(hints),
             )
         return planned
+
+
+def _trials_of(block: str, tries: Tries, functions: Functions, mark: Mark) -> Trials:
+    """The trials of one block in one step."""
+
+    def trial(action: Action) -> Trial:
+        return Trial(action, None if action == KEEP else functions.function(block, action))
+
+    last = None if tries.last is None else trial(tries.last)
+    return Trials(block, mark, tuple(map(trial, tries.shown)), last)

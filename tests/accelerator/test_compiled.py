@@ -16,13 +16,17 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import COMPILED, candidates
+from hf_ckpt.training.measurements import TIMED_STEPS
+from hf_ckpt.training.phases import Phase
+from hf_ckpt.training.race import RACE_STEPS
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiled"),
     pytest.mark.skipif(not compat.transformers.HOOKS_STAY_OUTSIDE, reason="compiled blocks are not measured"),
 ]
-STEPS = 2 * len(candidates(compiled=True)) + 2 + 2 + 2
-"""Two of each share, of which the first compiles; two timed steps; two checks; two more."""
+STEPS = 2 * len(candidates(compiled=True)) + TIMED_STEPS + 3 * RACE_STEPS + 2 + 2
+"""Two of each share, of which the first compiles; the timed ones; a race of three plans at most; two checks; two more.
+"""
 
 
 def train(spec, graphs, family="llama", lora=False, steps=STEPS):
@@ -59,7 +63,7 @@ def test_a_budget_of_compiled_blocks_is_held_with_the_same_gradients(family, lor
     budget = (none[-1][0] + full[-1][0]) // 2
     done, got, steps = train({"budget": f"{budget}B"}, graphs, family, lora)
     assert_same(expected, got)
-    assert [phase for _, phase, _ in steps][-2:] == ["plan", "plan"]
+    assert [phase for _, phase, _ in steps][-2:] == [Phase.PLAN, Phase.PLAN]
     assert done.measured_bytes == steps[-1][0]
     assert done.plan.prediction.peak_bytes == pytest.approx(done.measured_bytes, rel=0.02)
     assert max(peak for peak, *_ in steps) <= 1.01 * budget
@@ -71,8 +75,8 @@ def test_a_budget_of_compiled_blocks_is_held_with_the_same_gradients(family, lor
 def test_a_step_that_compiles_is_not_measured_and_blocks_keep_least_until_there_is_a_plan(graphs):
     done, _, steps = train({"budget": "1GiB"}, graphs)
     measured = [phase for _, phase, new in steps if not new]
-    assert [phase for _, phase, new in steps if new][:3] == ["measure full", "try actions", "try actions"]
-    assert measured[:6] == ["measure full", "try actions", "try actions", "time", "time", "check"]
+    assert [phase for _, phase, new in steps if new][:3] == [Phase.MEASURE] * 3
+    assert measured[:5] == [Phase.MEASURE] * 3 + [Phase.TIME] * 2
     assert steps[0][0] < steps[-1][0]
     assert COMPILED not in done.plan.active().values()
 

@@ -78,10 +78,9 @@ def test_everything_is_asked_of_the_devices_of_the_model(cuda):
     assert memory.spare_bytes({SECOND}) == memory.spare_bytes({FIRST, SECOND}) == 6000 - 1700
     assert memory.spare_bytes(ON_CPU) > 10**6
     model = torch.nn.Linear(10, 10)
-    counted = levels.meter_for(ON_CPU, model)
+    counted = levels.reader_for(ON_CPU, model)
     counted.stop()
     assert counted.read() == (440, 440)
-    assert type(levels.meter_for(ON_CPU, timed_only=True)) is clocks.DeviceClock
 
 
 def test_a_peak_counts_after_a_meter_has_reset_it(cuda):
@@ -104,7 +103,7 @@ def test_an_allocator_without_statistics_ends_nothing(missing, held, cuda, caplo
     assert memory.spare_bytes(both) is None
     for _ in range(2):
         assert memory.PeakMeter(both).peak_bytes() is None
-        assert type(levels.meter_for(both)) is LiveBytes
+        assert type(levels.reader_for(both)) is LiveBytes
     (said,) = [record.getMessage() for record in caplog.records]
     assert f"no peaks (no {missing}" in said
 
@@ -122,7 +121,7 @@ def test_a_device_that_does_not_tell_its_memory_has_that_of_the_machine(cuda, ca
 def test_an_accelerator_that_tells_nothing_is_unknown():
     meter = memory.PeakMeter({torch.device("mps", 0)})
     assert (meter.peak_bytes(), meter.source) == (None, "unknown (mps reports no peak)")
-    assert type(levels.meter_for({torch.device("mps", 0)})) is LiveBytes
+    assert type(levels.reader_for({torch.device("mps", 0)})) is LiveBytes
 
 
 def test_statistics_without_a_module_of_their_own(monkeypatch):

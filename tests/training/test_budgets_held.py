@@ -21,11 +21,12 @@ from helpers.unusual_models import MODELS, unusual_batch, unusual_model
 from torch import nn
 
 import hf_ckpt
+from hf_ckpt.attach.record import installation
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_batch, tiny_model
 
 SHARES = (0.25, 0.5, 0.75)
 """Positions of budgets between the peak under `full` and the peak without checkpointing."""
-LAYERS, HIDDEN, BATCH, TOKENS, STEPS = 8, 64, 4, 128, 18
+LAYERS, HIDDEN, BATCH, TOKENS, STEPS = 8, 64, 4, 128, 24
 FOLDER = tempfile.TemporaryDirectory(prefix="budgets-")
 
 
@@ -149,14 +150,14 @@ PAIRS = {"prompt": [f"say {row:3d}: " for row in range(64)], "chosen": ANSWERS, 
 FOUR = {"per_device_train_batch_size": BATCH}
 ABOVE = {"layers_to_transform": [2, 3], "layers_pattern": "block"}
 ROWS = {
-    "quick": loop(lambda: small(layers=4, lora=True, hidden=32), lengths=(64,), steps=14),
+    "quick": loop(lambda: small(layers=4, lora=True, hidden=32), lengths=(64,), steps=24),
     "gpt2, lora": loop(lambda: small("gpt2", lora=True), "gpt2"),
     "bert, autocast, few tokens": loop(
         lambda: small("bert"), "bert", batch=1, lengths=(96,), autocast=True, optimizer=torch.optim.SGD
     ),
     "t5, lora on half": loop(lambda: small("t5", lora=True, **ABOVE), "t5"),
     "mixed lengths": loop(small, lengths=tuple(random.Random(0).sample(range(24, 193), 40)), steps=40),
-    "layerdrop": loop(with_layerdrop, steps=24),
+    "layerdrop": loop(with_layerdrop, steps=32),
     "one block eight times": loop(one_block_eight_times),
     "then unfrozen": loop(frozen_below, steps=2 * STEPS, unfrozen_at=STEPS),
     "trl sft, smoothed": trl("SFT", TEXTS, label_smoothing_factor=0.1, **FOUR),
@@ -166,8 +167,8 @@ ROWS = {
 }
 """Name -> training, as in `helpers.budgets`."""
 RANK_ROWS = {
-    "ddp, other lengths": Case("ddp", tokens=(96, 64), steps=12),
-    "fsdp1": Case("fsdp1", tokens=(96,), steps=12),
+    "ddp, other lengths": Case("ddp", tokens=(96, 64), steps=24),
+    "fsdp1": Case("fsdp1", tokens=(96,), steps=24),
     "fsdp2, bf16, three micro-steps": Case("fsdp2", half=True, accumulate=3, tokens=(96,), steps=8),
 }
 
@@ -180,7 +181,6 @@ def cases(names):
 
 
 @pytest.mark.trap(14, 37)
-@pytest.mark.usefixtures("steady_times")
 @pytest.mark.parametrize(("name", "shares"), [pytest.param("quick", (0.5,), id="quick"), *cases([*ROWS][1:])])
 def test_budgets_hold(name, shares):
     """Real peaks stay within the budget, predictions are not too high, and gradients and weights are bit-equal."""
@@ -210,9 +210,9 @@ def test_segments_are_taken_where_nothing_else_fits():
     full, model = (tiny_model("llama", layers=24, hidden=32, attention="sdpa") for _ in range(2))
     planned(full, "full")
     expected = step(full, batch)
-    budget = round(0.8 * live_peak(full, batch))
+    budget = round(0.7 * live_peak(full, batch))
     budgeted(model, budget)
-    for _ in range(4):
+    while installation(model).planned is None or installation(model).planned.measures:
         step(model, batch)
     plan = hf_ckpt.describe(model).plan
     assert len(plan.segments()) > 1

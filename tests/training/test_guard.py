@@ -219,7 +219,7 @@ def test_a_retry_begins_with_the_buffers_that_a_step_replaced():
 
 
 @pytest.mark.parametrize("policy", ["budget", "auto"])
-def test_a_planned_policy_is_planned_again_for_less(policy, steady_times):
+def test_a_planned_policy_is_planned_again_for_less(policy):
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", tokens=64, batch=4)
     reference = copy.deepcopy(model)
     planned(model, {"policy": policy, **({"budget": "4MiB"} if policy == "budget" else {})})

@@ -85,7 +85,6 @@ def of_the_run(model):
     return [*map(id, objects), record.plan, session.measured_steps, dict(session.plans), hf_ckpt.describe(model)]
 
 
-@pytest.mark.usefixtures("steady_times")
 def test_the_plan_of_a_budget_is_verified_and_its_run_goes_on():
     model = without_state(model_of())
     batch = without_cache(model, tiny_batch("llama", batch=4, tokens=64))

@@ -40,10 +40,12 @@ class FullSelectiveRegion(FullRegion):
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the block's own forward `fn`: its first call runs as it is, and later ones run under `selective`."""
-        return _Rebuilding(fn, self.rebuilding)
+        return Rebuilding(fn, self.rebuilding)
 
 
-class _Rebuilding:
+class Rebuilding:
+    """A block's forward inside of torch's checkpoint: its first call runs as it is, later ones under `selective`."""
+
     def __init__(self, fn: Callable[..., Any], region: RebuildRegion) -> None:
         self.fn, self.region = fn, region
         self.ran = False

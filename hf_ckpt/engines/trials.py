@@ -1,0 +1,120 @@
+"""What other actions would keep and need, read while a `full` block is recomputed.
+
+The recomputation in backward holds all that the block saves, so there is room for it in every budget in which `full`
+fits. A trial runs the block under another action there, and marks the moments between which memory is read:
+
+| mark | moment |
+|---|---|
+| `cast` | nothing but autocast's cache is left of a plain run: what casts of weights need |
+| `trial` | that is freed, and the trial begins |
+| `tried` | its output has been freed; autocast's cache holds casts of weights again |
+| `shown`, `kept` | that cache has been freed, too, and only what the action keeps is left |
+
+A trial that ends with `shown` is freed, and the block runs once more. After `kept`, backward goes on with what the
+trial has kept, and so shows what the backward needs under the action.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hf_ckpt import compat
+from hf_ckpt.engines.rebuild.full_selective import Rebuilding
+from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.spec.actions import Action
+
+
+class Mark(Protocol):
+    """Called with the name of a mark, of a block and, for a trial, its action."""
+
+    def __call__(self, what: str, block: str = ..., has_graph: bool = ..., action: Action | None = ...) -> None: ...
+
+
+class Trial(NamedTuple):
+    """An action to try, and the function that a block has under it."""
+
+    action: Action
+    region: RebuildRegion | None
+    """None for `keep`."""
+
+    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to run in place of the block's forward `fn`, inside of torch's checkpoint."""
+        return fn if self.region is None else Rebuilding(fn, self.region)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """The trials of one block in the recomputations of one step; see `FullRegion.trials`."""
+
+    block: str
+    """Name of the block."""
+    mark: Mark
+    shown: tuple[Trial, ...]
+    """Trials of the forward only. They run before the recomputation."""
+    last: Trial | None = None
+    """The trial that the recomputation itself is; None if the block is recomputed as under `full`."""
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the recomputation may stop when all tensors are there that backward needs."""
+        return self.last is None
+
+    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to run in place of the block's forward `fn`, in the forward and when recomputing."""
+        return fn if self.last is None else self.last.inner(fn)
+
+    def recompute(
+        self,
+        again: Callable[[Callable[..., Any]], Any],
+        plain: Callable[..., Any],
+        inner: Callable[..., Any],
+    ) -> Any:
+        """Run the trials, and then the recomputation.
+
+        Args:
+            again: runs a function in the state of the forward, with the arguments of the forward.
+            plain: the block's own forward.
+            inner: what `inner` returned for it.
+        """
+        for trial in self.shown:
+            with compat.torch.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
+                self._run(trial, "shown", again, plain, _alone(trial, plain))
+        if self.last is None:
+            return again(inner)
+        self._run(self.last, "kept", again, plain, inner)
+        return None  # torch's checkpoint does not use the output
+
+    def _run(
+        self,
+        trial: Trial,
+        ends_with: str,
+        again: Callable[[Callable[..., Any]], Any],
+        plain: Callable[..., Any],
+        runs: Callable[..., Any],
+    ) -> None:
+        if compat.devices.autocast_is_on() and torch.is_autocast_cache_enabled():
+            with compat.torch.without_saved_tensor_hooks():
+                again(plain)
+        self.mark("cast", self.block, True, trial.action)
+        torch.clear_autocast_cache()
+        self.mark("trial", self.block, True, trial.action)
+        output = again(runs)
+        # The graph holds what the action keeps. The output belongs to the block behind.
+        graph = [leaf.grad_fn for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        del output
+        self.mark("tried", self.block, True, trial.action)
+        torch.clear_autocast_cache()
+        self.mark(ends_with, self.block, True, trial.action)
+        del graph
+
+
+def _alone(trial: Trial, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that runs the block under the action, outside of torch's checkpoint."""
+    region = trial.region
+    if region is None:
+        return plain
+    return lambda *args: region.run(plain, args)

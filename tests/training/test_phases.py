@@ -1,0 +1,85 @@
+"""What a step is for, and which plan wins a race."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
+from hf_ckpt.spec.plan import Block, Plan
+from hf_ckpt.training.phases import MOST_FAILURES, Known, Phase, phase_of
+from hf_ckpt.training.race import RACE_STEPS, Entrant, Race
+
+NOTHING = Known()
+PHASES = {
+    "DDP rebuilds its buckets": (Known(is_warm=False), Phase.WARM_UP),
+    "warm-up comes before all else": (Known(is_warm=False, has_plan=True, failures=MOST_FAILURES), Phase.WARM_UP),
+    "nothing is known": (NOTHING, Phase.MEASURE),
+    "some steps failed": (Known(failures=MOST_FAILURES - 1), Phase.MEASURE),
+    "too many steps failed": (Known(failures=MOST_FAILURES), Phase.GIVEN_UP),
+    "too many timed steps failed": (Known(failures=MOST_FAILURES, has_bytes=True), Phase.GIVEN_UP),
+    "times without bytes": (Known(has_times=True, has_raced=True), Phase.MEASURE),
+    "bytes are known": (Known(has_bytes=True), Phase.TIME),
+    "bytes are known, and the race was run before": (Known(has_bytes=True, has_raced=True), Phase.TIME),
+    "bytes and times are known": (Known(has_bytes=True, has_times=True), Phase.RACE),
+    "all is known": (Known(has_bytes=True, has_times=True, has_raced=True), Phase.CHECK),
+    "a plan was made": (Known(has_plan=True), Phase.CHECK),
+    "a plan was made, and steps fail": (Known(has_plan=True, failures=MOST_FAILURES), Phase.PLAN),
+    "a plan was checked": (Known(has_plan=True, is_checked=True), Phase.PLAN),
+    "a plan was checked, in another state": (Known(has_plan=True, is_checked=True, has_bytes=True), Phase.PLAN),
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_each_step_is_for_what_is_still_to_be_done(name):
+    known, expected = PHASES[name]
+    assert phase_of(known) is expected
+
+
+def test_only_some_phases_are_measured_and_only_some_are_planned():
+    assert [phase for phase in Phase if phase.is_planned] == [Phase.CHECK, Phase.PLAN]
+    unmeasured = [phase for phase in Phase if not phase.is_measured]
+    assert unmeasured == [Phase.WARM_UP, Phase.PLAN, Phase.GIVEN_UP]
+
+
+def entrant(action, seconds, way):
+    return Entrant(way, Plan("llama", "Some", ((Block("b0", "decoder", 0, "Made"), action),)), seconds)
+
+
+def raced(entrants, spent):
+    """A race with these entrants, whose steps take `spent` nanoseconds, in turn; and the actions of each step."""
+    race, steps = Race(), []
+    while (chosen := race.next(entrants)) is not None:
+        action = chosen.plan.actions[0][1]
+        steps.append(action)
+        race.learn(chosen.plan, entrants, spent[action].pop(0))
+    return race, steps
+
+
+def test_whole_steps_decide_whatever_was_predicted():
+    """Each plan runs in turn. One slow step decides nothing; and what the winner is said to take is what it took."""
+    entrants = [entrant(SELECTIVE, 1.0, (KEEP, SELECTIVE, FULL)), entrant(FULL, 2.0, (KEEP, FULL))]
+    race, steps = raced(entrants, {SELECTIVE: [3_000_000_000] * 3, FULL: [9_000_000_000, 2_500_000_000, 2_500_000_000]})
+    assert steps == [SELECTIVE, FULL] * RACE_STEPS
+    winner = race.winner(entrants)
+    assert (winner.plan, winner.seconds) == (entrants[1].plan, 2.5)
+
+
+def test_a_batch_of_another_shape_needs_no_race_of_its_own():
+    """What was raced says how predictions of a way relate to real steps."""
+    entrants = [entrant(SELECTIVE, 1.0, (KEEP, SELECTIVE)), entrant(FULL, 2.0, (KEEP, FULL))]
+    race, _ = raced(entrants, {SELECTIVE: [3_000_000_000] * 3, FULL: [2_000_000_000] * 3})
+    shorter = [entrant(SELECTIVE, 0.5, (KEEP, SELECTIVE)), entrant(FULL, 1.4, (KEEP, FULL))]
+    assert race.next(shorter) is None
+    assert race.winner(shorter).plan == shorter[1].plan
+
+
+def test_equal_plans_run_no_race():
+    entrants = [entrant(KEEP, 1.0, (KEEP, FULL)), entrant(KEEP, 1.0, (KEEP,))]
+    assert Race().next(entrants) is None
+    assert Race().winner(entrants) is entrants[0]
+
+
+def test_ways_that_make_the_same_plan_share_its_steps():
+    entrants = [entrant(KEEP, 1.0, (KEEP, FULL)), entrant(KEEP, 1.0, (KEEP,)), entrant(FULL, 2.0, (FULL,))]
+    _, steps = raced(entrants, {KEEP: [1_000_000_000] * 3, FULL: [1_000_000_000] * 3})
+    assert steps == [KEEP, FULL] * RACE_STEPS
