@@ -111,4 +111,5 @@ def _of_device(device: torch.device) -> torch.Tensor:
 def _bytes(state: torch.Tensor) -> bytes:
     """Return a state of torch as bytes, without an operation that dispatch modes would see."""
     # Not by numpy, which cannot read the tensors that a transform of torch.func wraps.
-    return (ctypes.c_char * state.nbytes).from_address(state.data_ptr()).raw
+    # Nor by a type `ctypes.c_char * size`: it would be created anew for most calls, at twenty times the cost.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)

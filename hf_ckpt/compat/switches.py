@@ -6,9 +6,8 @@ around a forward has usually reset them when backward recomputes a block, which 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,20 +76,16 @@ class Switches:
         self.values = [read() for read, _ in _SWITCHES]
         self.modes: list[torch.overrides.TorchFunctionMode] = _function_modes()
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore them inside this context, and put them back at its end."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function under these switches and modes, and put the present ones back."""
         before = Switches()
+        if before.values == self.values and before.modes == self.modes:
+            return function(*args)
         _change(before, self)
         try:
-            yield
+            return function(*args)
         finally:
             _change(self, before)
-
-    def run(self, function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-        """Call a function under these switches."""
-        with self.restored():
-            return function(*args)
 
 
 def _change(current: Switches, wanted: Switches) -> None:

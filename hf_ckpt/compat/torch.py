@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -114,7 +115,7 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 
 def top_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the innermost active saved-tensor hooks; None without any."""
-    top: SavedTensorHooks | None = private("torch._C._autograd._top_saved_tensors_default_hooks")(True)
+    top: SavedTensorHooks | None = _top_hooks(True)
     return top
 
 
@@ -130,6 +131,105 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         yield
     finally:
         private("torch._C._autograd._push_saved_tensors_default_hooks")(*hooks)
+
+
+_top_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+StopRecomputation: type[Exception] = private("torch.utils.checkpoint._StopRecomputationError")
+"""The exception by which torch ends a recomputation as soon as it has made every tensor that backward needs."""
+_READ = frozenset({"metadata_fn", "recomp_counter", "recomputed", "weak_holders", "x_metadatas"})
+"""Attributes of torch's record of a checkpointed call that `_WatchedFrame` reads."""
+
+
+_default_metadata = private("torch.utils.checkpoint._default_meta_extractor")
+_metadata = operator.attrgetter("shape", "dtype", "device")
+"""Returns the same as `_default_metadata`, without a Python call: torch needs it twice for every saved tensor."""
+
+
+class _WatchedFrame(torch.utils.checkpoint._CheckpointFrame):
+    """torch's record of a checkpointed call, which passes the errors of its recomputations to a function first."""
+
+    on_error: Callable[[Exception], None]
+
+    def get_inputs(self) -> Any:
+        """Return the arguments. Raises an error if one of them was changed in place."""
+        try:
+            return super().get_inputs()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self.on_error(error)
+            raise
+
+    def check_recomputed_tensors_match(self, gid: Any) -> None:
+        """Raise `CheckpointError` if a recomputation saved other tensors than the forward, as torch's method does.
+
+        That method makes five Python calls for each tensor, a tenth of the calls of a step. So compare all tensors at
+        once, and let torch's method tell what differs.
+        """
+        recomputed = self.recomputed[gid].data.values()  # type: ignore[attr-defined]
+        # Autograd may have dropped a saved tensor: no backward needs it.
+        expected = [kind for kind, holder in zip(self.x_metadatas, self.weak_holders, strict=True) if holder()]
+        are_all = self.recomp_counter[gid] == len(self.weak_holders)
+        if are_all and list(map(self.metadata_fn, recomputed)) == expected:
+            return
+        try:
+            super().check_recomputed_tensors_match(gid)
+        except Exception as error:
+            self.on_error(error)
+            raise
+
+
+def run_watched(on_error: Callable[[Exception], None], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that a checkpoint of torch runs, and pass errors of its recomputation to `on_error`.
+
+    These are errors that torch raises before and after it calls the function again. `on_error` may raise another one.
+    """
+    hooks = top_saved_tensor_hooks()
+    if hooks is None:  # nothing will be recomputed
+        return function(*args)
+    pack, unpack = hooks
+    frame = _frame_of(pack)
+    if frame is not None:
+        frame.on_error = on_error
+        frame.__class__ = _WatchedFrame
+        if frame.metadata_fn is _default_metadata:
+            frame.metadata_fn = _metadata
+        return function(*args)
+
+    # A hook around torch's own costs a Python call for every tensor that the function saves.
+    @untraced
+    def unpack_watched(packed: Any) -> torch.Tensor:
+        try:
+            return unpack(packed)
+        except Exception as error:
+            on_error(error)
+            raise
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_watched):
+        return function(*args)
+
+
+def run_again(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that a checkpoint of torch runs again in backward.
+
+    torch wraps its pack hook to keep torch.compile from tracing it: nine calls for every tensor that the function
+    saves. `untraced` has the same effect at no cost per call. torch 2.8 has no wrapper.
+    """
+    hooks = top_saved_tensor_hooks()
+    pack = None if hooks is None else getattr(hooks[0], "_torchdynamo_orig_callable", None)
+    if hooks is None or pack is None:
+        return function(*args)
+    with torch.autograd.graph.saved_tensors_hooks(untraced(pack), hooks[1]):
+        return function(*args)
+
+
+def _frame_of(pack: Any) -> Any:
+    """Return the record that a pack hook of torch's checkpoint writes to; None if it is not as expected (torch 2.8)."""
+    for cell in pack.__closure__ or ():
+        frame = cell.cell_contents
+        if type(frame) is _WatchedFrame.__base__ and vars(frame).keys() >= _READ and hasattr(frame, "get_inputs"):
+            return frame
+    return None
 
 
 def is_in_place_error(error: Exception) -> bool:

@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 
 from hf_ckpt.compat.frames import callers
-from hf_ckpt.compat.torch import is_compiling
 
 ENABLE_NAMES = tuple(
     name
@@ -75,21 +74,28 @@ def block_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Calla
 
     A recomputed block would write into a cache twice. The layer removes only caches passed by a name that its
     transformers knows: GPT-2 passes its own by position, and code from the hub uses names from before 5.24. A
-    block that only reads its cache keeps it. While compiling, only positional caches are replaced.
+    block that only reads its cache keeps it.
     """
-    if not is_compiling():  # torch 2.8 cannot trace these checks
-        if not args and isinstance(function, functools.partial):
-            function, args = _hidden_states_first(function)
-        keywords = function.keywords if isinstance(function, functools.partial) else {}
-        given = [*keywords.values(), *args]
-        if _NO_CACHES.issuperset(map(type, given)) or not any(map(is_cache, given)):
-            return function, tuple(args)
-        if getattr(module_of(function), "_can_checkpoint_with_cache", False):
-            return function, tuple(args)
-        if isinstance(function, functools.partial):
-            kept = {name: None if is_cache(value) else value for name, value in keywords.items()}
-            function = functools.partial(function.func, *function.args, **kept)
-    return function, tuple(None if is_cache(arg) else arg for arg in args)
+    if not args and isinstance(function, functools.partial):
+        function, args = _hidden_states_first(function)
+    keywords = function.keywords if isinstance(function, functools.partial) else {}
+    given = [*keywords.values(), *args]
+    if _NO_CACHES.issuperset(map(type, given)) or not any(map(is_cache, given)):
+        return function, tuple(args)
+    if getattr(module_of(function), "_can_checkpoint_with_cache", False):
+        return function, tuple(args)
+    if isinstance(function, functools.partial):
+        kept = {name: None if is_cache(value) else value for name, value in keywords.items()}
+        function = functools.partial(function.func, *function.args, **kept)
+    return function, without_caches(args)
+
+
+def without_caches(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return positional arguments with caches replaced by None.
+
+    Use it in place of `block_call` while compiling: torch 2.8 cannot trace the checks there.
+    """
+    return tuple(None if is_cache(arg) else arg for arg in args)
 
 
 def _hidden_states_first(function: functools.partial[Any]) -> tuple[functools.partial[Any], tuple[Any, ...]]:

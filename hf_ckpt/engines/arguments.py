@@ -24,6 +24,7 @@ from hf_ckpt.errors import HfCkptError, reason_of
 
 FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
 """Types of most arguments. Nothing is copied there."""
+_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 CONTAINERS = (list, dict, set, collections.deque, bytearray, numpy.ndarray)
 """Types that are copied with `copy.copy`."""
 
@@ -46,6 +47,12 @@ def as_given(
     Raises `HfCkptError` for a container or an iterator that cannot be copied.
     """
     bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
+    # Most blocks are given tensors, plain values and tuples of these: a check of all types at once takes fewer calls.
+    others = [arg for arg in args if type(arg) not in _TENSORS]
+    values = [*bound.keywords.values(), *others]
+    values = [item for value in values for item in (value if type(value) is tuple else (value,))]
+    if FIXED.issuperset(map(type, values)):
+        return fn, args, [value for value in values if type(value) in _TENSORS]
     tensors: list[torch.Tensor] = []
 
     def collect(value: Any) -> Any:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import as_given
 from hf_ckpt.engines.region import Region
-from hf_ckpt.engines.seen import Seen
+from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Settings
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError, TransformError
@@ -61,7 +61,7 @@ class FullRegion(Region):
         """Note whether parameters stay on their device, unsharded, throughout a step (`stay`), and can be compared."""
         self.whole = stay
 
-    def state_for(self, fn: Callable[..., Any], inputs: Sequence[Seen] = ()) -> ForwardState:
+    def state_for(self, fn: Callable[..., Any], inputs: SeenTensors = NO_TENSORS) -> ForwardState:
         """Record the state of the block whose forward `fn` is about to run; only random state if the block is unknown.
 
         `inputs` are the tensors that it is given by keyword or inside of containers.
@@ -85,18 +85,18 @@ class FullRegion(Region):
         """
         if not torch.is_grad_enabled():
             return fn(*args)
-        fn, args = compat.transformers.block_call(fn, args)
         if compat.torch.is_compiling():
             self.in_graph = True  # counting here would recompile for every value of the count
-            return self._checkpoint(fn, *args)
+            return self._checkpoint(fn, *compat.transformers.without_caches(args))
+        fn, args = compat.transformers.block_call(fn, args)
         if self.preserve_rng_state and compat.devices.is_capturing():
             raise GraphCaptureError(
                 self.block, "it preserves random state, which cannot be read while a CUDA graph is captured."
             )
         self.forwards += 1
         fn, args, tensors = as_given(self.block, fn, args)
-        positional = [Seen(arg) for arg in args if isinstance(arg, torch.Tensor)]
-        inputs = list(map(Seen, tensors))
+        positional = SeenTensors([arg for arg in args if isinstance(arg, torch.Tensor)])
+        inputs = SeenTensors(tensors)
         try:
             if self.trials is None or self.trials.stops_early:
                 output = self._checkpoint(Counted(fn, self, inputs), *args)
@@ -107,10 +107,10 @@ class FullRegion(Region):
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
-        for seen in (*positional, *inputs):
-            if seen.is_overwritten and needs_gradient(output):
-                operation = None if seen.tensor.grad_fn is None else seen.tensor.grad_fn.name()
-                raise InPlaceError(self.block, seen.tensor, seen.version, operation)
+        if not (positional.are_unchanged() and inputs.are_unchanged()) and needs_gradient(output):
+            for tensor, version in (*positional.overwritten(), *inputs.overwritten()):
+                operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
+                raise InPlaceError(self.block, tensor, version, operation)
         return output
 
     def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -119,7 +119,7 @@ class FullRegion(Region):
             *args,
             use_reentrant=False,  # torch is reentrant by default
             # `ForwardState` does it faster.
-            preserve_rng_state=self.preserve_rng_state and compat.torch.is_compiling(),
+            preserve_rng_state=self.preserve_rng_state and type(fn) is not Counted,
             determinism_check=self.determinism_check,
         )
 
@@ -132,7 +132,7 @@ class Counted:
 
     __slots__ = ("fn", "plain", "ran", "region", "state", "trials")
 
-    def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: Sequence[Seen]) -> None:
+    def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: SeenTensors) -> None:
         self.plain = fn
         self.trials = region.trials
         self.fn = region.inner(fn) if self.trials is None else self.trials.inner(fn)
@@ -141,39 +141,32 @@ class Counted:
         self.state = region.state_for(fn, inputs)
 
     def __call__(self, *args: Any) -> Any:
-        if self.ran:
-            self.region.recomputed += 1
-            if self.trials is None:
-                return self.state.recompute(self.fn, args)
-            return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn)
-        self.ran = True
-        hooks = compat.torch.top_saved_tensor_hooks()
-        if hooks is None:  # nothing will be recomputed
-            return self.state.run(self.fn, args)
-        checkpoint_pack, checkpoint_unpack = hooks
-        with saved_tensors_hooks(checkpoint_pack, _naming(self.region.block, checkpoint_unpack)):
-            return self.state.run(self.fn, args)
-
-
-def _naming(block: str, unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    """Return torch's unpack hook, such that errors of a recomputation say which block it was.
-
-    torch raises `CheckpointError` there, and the block may raise any error when it runs again.
-    """
-
-    @compat.torch.untraced
-    def unpack_or_name(packed: Any) -> torch.Tensor:
+        if not self.ran:
+            self.ran = True
+            name_block = functools.partial(_name_block, self.region.block)
+            return compat.torch.run_watched(name_block, self.state.run, self.fn, args)
+        self.region.recomputed += 1
         try:
-            return unpack(packed)
+            if self.trials is not None:
+                return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn)
+            return compat.torch.run_again(self.state.recompute, self.fn, args)
+        except compat.torch.StopRecomputation:
+            raise
         except Exception as error:
-            if compat.torch.is_in_place_error(error):
-                raise ChangedBlockError(block, "an input was changed in place") from error
-            # Errors of hf_ckpt name the block themselves.
-            if not isinstance(error, HfCkptError) and not compat.devices.is_out_of_memory(error):
-                compat.torch.add_note(error, _NOTE.format(block=block))
+            _name_block(self.region.block, error)
             raise
 
-    return unpack_or_name
+
+def _name_block(block: str, error: Exception) -> None:
+    """Add the block to an error of its recomputation: torch raises `CheckpointError`, and the block may raise any.
+
+    Raises `ChangedBlockError` if an input of the block was changed in place.
+    """
+    if compat.torch.is_in_place_error(error):
+        raise ChangedBlockError(block, "an input was changed in place") from error
+    # Errors of hf_ckpt name the block themselves.
+    if not isinstance(error, HfCkptError) and not compat.devices.is_out_of_memory(error):
+        compat.torch.add_note(error, _NOTE.format(block=block))
 
 
 _NOTE = (

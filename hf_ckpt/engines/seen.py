@@ -1,4 +1,4 @@
-"""One tensor as a forward saw it, and whether it was overwritten since.
+"""Tensors as a forward saw them, and whether they were overwritten since.
 
 Three things tell whether a tensor still has the values of the forward: that it is the same tensor, that its in-place
 version has not moved, and, for parameters, that its values are still at the same address. `optimizer.step()` and other
@@ -7,6 +7,8 @@ changes in place move the version. `parameter.data = other` leaves the version a
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,3 +48,48 @@ class Seen:
         if self.version >= 0 and tensor._version != self.version:
             return True
         return self.address != 0 and tensor.data_ptr() != self.address
+
+
+class SeenTensors:
+    """Several tensors, as a forward saw them. They are compared all at once, because calls in Python take longest.
+
+    Args:
+        tensors: the tensors.
+        addresses: whether to compare the addresses of parameters, too.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, addresses: bool = False) -> None:
+        self.tensors = tensors
+        self.versions, self.trained = _look_at(tensors)
+        """The in-place version of each tensor, and whether it required gradients."""
+        self.parameters = [tensor for tensor in tensors if type(tensor) is nn.Parameter] if addresses else []
+        """Those whose addresses are compared."""
+        self.addresses = list(map(torch.Tensor.data_ptr, self.parameters))
+
+    def are_unchanged(self) -> bool:
+        """Whether no tensor was overwritten since, and each requires gradients if it did."""
+        is_same = _look_at(self.tensors) == (self.versions, self.trained)
+        return is_same and list(map(torch.Tensor.data_ptr, self.parameters)) == self.addresses
+
+    def overwritten(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield each tensor that was overwritten since, and the in-place version that it had."""
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if version_of(tensor) != version:
+                yield tensor, version
+        for parameter, address in zip(self.parameters, self.addresses, strict=True):
+            if parameter.data_ptr() != address:
+                yield parameter, parameter._version
+
+
+def _look_at(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[bool]]:
+    """Return the in-place version of each tensor, and whether it requires gradients."""
+    trained = list(map(_requires_grad, tensors))
+    try:
+        return list(map(_version, tensors)), trained
+    except RuntimeError:  # an inference tensor has none
+        return list(map(version_of, tensors)), trained
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+_version = operator.attrgetter("_version")
+NO_TENSORS = SeenTensors(())

@@ -44,7 +44,10 @@ class Settings:
         self.attributes: list[dict[str, Any]] = []
         """The plain attributes of each module and of its config. The block comes first."""
         self.boxes: list[Any] = []
-        """Dicts of children and of hooks; dicts and lists of plain values, such as the scaling of adapters."""
+        """Dicts of children and of hooks; dicts and lists of plain values, such as the scaling of adapters.
+
+        The block's own hooks are none where transformers runs them outside of what is recomputed.
+        """
         self.tensors: list[dict[str, torch.Tensor | None]] = []
         """The dicts of parameters and of buffers that are not empty."""
         self.merged: list[list[str]] = []
@@ -77,7 +80,12 @@ class Settings:
             else:
                 self._collect(attributes, owners)
             self.tensors += [box for box in (attributes["_parameters"], attributes["_buffers"]) if box]
-            self.boxes += [box for key, box in attributes.items() if _is_box(key, box)]
+            is_outside = module is block and compat.transformers.HOOKS_STAY_OUTSIDE
+            self.boxes += [
+                box
+                for key, box in attributes.items()
+                if _is_box(key, box) and not (is_outside and key.startswith("_forward"))
+            ]
             self.merged += [box for key, box in attributes.items() if compat.peft.is_merged(key, box)]
             config = compat.transformers.config_of(module)
             if config is not None and not any(vars(config) is owner for owner in owners):

@@ -19,8 +19,9 @@ and `numpy.random` for a block that draws from them in its first forward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from hf_ckpt import compat
 from hf_ckpt.engines.arguments import copied
 from hf_ckpt.engines.routers import Choices
-from hf_ckpt.engines.seen import Seen
+from hf_ckpt.engines.seen import NO_TENSORS, Seen, SeenTensors
 from hf_ckpt.engines.settings import Place, Settings, is_ignored
 from hf_ckpt.errors import ChangedBlockError
 
@@ -74,7 +75,7 @@ class ForwardState:
         *,
         whole: bool,
         keeps_draws: bool,
-        inputs: Sequence[Seen] = (),
+        inputs: SeenTensors = NO_TENSORS,
     ) -> None:
         self.name = name
         self.block = block
@@ -83,8 +84,12 @@ class ForwardState:
         self.context = compat.transformers.copied_context()
         self.switches = compat.switches.Switches()
         self.inputs = inputs
-        self.tensors: list[dict[str, Seen | None]] = []
-        """Parameters and buffers by name, for each dict of `Settings.tensors`; empty if they are not compared."""
+        self.names: list[str] = []
+        """The names in all dicts of `Settings.tensors`, in order; empty if parameters and buffers are not compared."""
+        self.values: list[torch.Tensor | None] = []
+        """The parameters and buffers of these names."""
+        self.seen = NO_TENSORS
+        """The same ones, without None."""
         self.stored: list[_Stored] = []
         self.held: list[_Held] = []
         self.choices = Choices() if settings is not None and settings.chooses else None
@@ -93,27 +98,27 @@ class ForwardState:
         if settings is not None and block is not None:
             if whole:
                 self._see_tensors(settings)
-            self._record(settings, settings.dicts(block))
+            self._record(settings, block)
 
     def _see_tensors(self, settings: Settings) -> None:
-        self.tensors = [
-            {key: None if tensor is None else Seen(tensor, address=True) for key, tensor in box.items()}
-            for box in settings.tensors
-        ]
-        seen = [seen for _, seen in self._seen(settings)]
+        values = _values(settings.tensors)
+        seen = SeenTensors([tensor for tensor in values if tensor is not None], addresses=True)
         # Inference tensors have no version, and a trace on fake tensors may change them freely.
-        if any(each.version < 0 for each in seen) or (seen and compat.torch.is_fake(seen[0].tensor)):
-            self.tensors = []
+        if seen.tensors and -1 not in seen.versions and not compat.torch.is_fake(seen.tensors[0]):
+            self.names = list(chain(*settings.tensors))
+            self.values = values
+            self.seen = seen
 
-    def _seen(self, settings: Settings) -> Iterator[tuple[Place, Seen]]:
-        """Yield the parameters and buffers that are compared, with their places."""
-        for number, box in enumerate(self.tensors, len(settings.attributes)):
-            for key, seen in box.items():
-                if seen is not None:
-                    yield (number, key), seen
+    def _boxes(self, settings: Settings) -> list[dict[str, torch.Tensor | None]]:
+        """Return the parameters and buffers by name, for each dict of `Settings.tensors`."""
+        items = zip(self.names, self.values, strict=True)
+        return [dict(islice(items, size)) for size in settings.sizes[len(settings.attributes) :]]
 
-    def _record(self, settings: Settings, dicts: list[dict[str, Any]]) -> None:
+    def _record(self, settings: Settings, block: nn.Module) -> None:
         """Record what the forward may change in the block."""
+        if not settings.state and not settings.containers:
+            return
+        dicts = settings.dicts(block)
         for place in settings.state:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
@@ -142,7 +147,7 @@ class ForwardState:
             self.draws = before
         if settings is not None and settings.written is None:
             self._learn(settings, before)
-        elif settings is not None:
+        elif settings is not None and self.stored:
             settings.changing.update(each.place for each in self.stored if each.seen.is_overwritten)
         return output
 
@@ -158,23 +163,26 @@ class ForwardState:
 
     def refuse_overwritten_inputs(self) -> None:
         """Raise `ChangedBlockError` if a tensor that the block was given has been overwritten since."""
-        for each in self.inputs:
-            if each.is_overwritten:
-                raise ChangedBlockError(self.name, f"{_described(each.tensor)} was overwritten")
+        for tensor, _ in self.inputs.overwritten():
+            raise ChangedBlockError(self.name, f"{_described(tensor)} was overwritten")
 
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
 
         Raises `ChangedBlockError` for a value that cannot be restored.
         """
-        return self.context.copy().run(self._recompute, fn, args)  # a copy: several threads may do so at once
+        # A copy, because several threads may do so at once.
+        return self.context.copy().run(self.switches.run, self._recompute, fn, args)
 
     def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        is_unchanged = self._is_unchanged()
+        if is_unchanged and self.draws is None and self.choices is None:
+            return fn(*args)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.switches.restored())
             if self.draws is not None:
                 undo.enter_context(self.draws.restored())
-            self._put_back(undo)
+            if not is_unchanged:
+                self._put_back(undo)
             if self.choices is not None:
                 undo.enter_context(self.choices.running(again=True))
             return fn(*args)
@@ -185,19 +193,19 @@ class ForwardState:
         Raises `ChangedBlockError` if an adapter was merged since: that overwrites a weight, and neither its address nor
         its version shows it.
         """
-        refused = {id(each.tensor): _described(each.tensor) for each in self.inputs if each.is_overwritten}
+        refused = {id(tensor): _described(tensor) for tensor, _ in self.inputs.overwritten()}
         settings = self.settings
         block = self.block
-        if settings is not None and block is not None and not self._is_unchanged(settings, block):
+        if settings is not None and block is not None:
             for box, content in self._contents(settings, settings.dicts(block)):
                 # DeepSpeed's dicts of parameters have no `copy`.
                 found = list(box) if isinstance(box, list) else dict(box)
                 undo.callback(_fill, box, found)  # also undoes what the recomputation itself changes
                 _fill(box, content)
-            for _, seen in self._seen(settings):
-                if seen.tensor.requires_grad != seen.trained:
-                    undo.callback(seen.tensor.requires_grad_, seen.tensor.requires_grad)
-                    seen.tensor.requires_grad_(seen.trained)
+            for tensor, trained in zip(self.seen.tensors, self.seen.trained, strict=True):
+                if tensor.requires_grad != trained:
+                    undo.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(trained)
             overwritten = self._overwritten(settings)
             names = {id(tensor): name for name, tensor in chain(block.named_parameters(), block.named_buffers())}
             for place in overwritten.keys() - (settings.written or ()):
@@ -205,19 +213,18 @@ class ForwardState:
         if refused:
             undo.enter_context(_Refused(self.name, refused))
 
-    def _is_unchanged(self, settings: Settings, block: nn.Module) -> bool:
-        """Whether a recomputation finds the block as the forward did, and changes nothing in it."""
+    def _is_unchanged(self) -> bool:
+        """Whether a recomputation finds inputs and block as the forward did, and changes nothing in the block."""
+        settings, block = self.settings, self.block
+        if not self.inputs.are_unchanged():
+            return False
+        if settings is None or block is None:
+            return True
         if settings.changing or not settings.hold(block):
             return False
-        for box, recorded in zip(settings.tensors, self.tensors, strict=False):
-            if list(box) != list(recorded):
-                return False
-            for tensor, seen in zip(box.values(), recorded.values(), strict=True):
-                if tensor is not (seen and seen.tensor):
-                    return False
-                if seen is not None and (seen.is_overwritten or seen.tensor.requires_grad != seen.trained):
-                    return False
-        dicts = settings.dicts(block)
+        if self.names and not self._has_same_tensors(settings):
+            return False
+        dicts = settings.dicts(block) if self.stored or self.held else []
         for (number, key), seen, _ in self.stored:
             if dicts[number].get(key) is not seen.tensor or seen.is_overwritten:
                 return False
@@ -225,6 +232,14 @@ class ForwardState:
             if dicts[number].get(key) is not value or not _is_same(value, content):
                 return False
         return True
+
+    def _has_same_tensors(self, settings: Settings) -> bool:
+        """Whether the block has the parameters and buffers of the forward, with their values."""
+        return (
+            list(chain(*settings.tensors)) == self.names
+            and all(map(operator.is_, _values(settings.tensors), self.values))
+            and self.seen.are_unchanged()
+        )
 
     def _contents(self, settings: Settings, dicts: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield each dict or list of the block with its content in the forward, for one recomputation."""
@@ -237,12 +252,13 @@ class ForwardState:
                 has_changed = values is not None and (place in settings.changing or seen.is_overwritten)
                 recorded[place[0]][place[1]] = values.clone() if values is not None and has_changed else seen.tensor
         first = len(settings.attributes)
+        boxes = self._boxes(settings)
         for number, box in enumerate(dicts):
             if number < first:
                 content = {key: value for key, value in box.items() if key in settings.names[number]}
                 content |= settings.attributes[number]
-            elif self.tensors:
-                content = {key: seen and seen.tensor for key, seen in self.tensors[number - first].items()}
+            elif self.names:
+                content = boxes[number - first]
             else:
                 content = dict(box)
             yield box, content | recorded[number]
@@ -257,12 +273,18 @@ class ForwardState:
         Place -> id of the tensor.
         """
         with_copy = {place for place, _, values in self.stored if values is not None}
-        in_attributes = ((place, seen) for place, seen, _ in self.stored)
-        return {
-            place: id(seen.tensor)
-            for place, seen in chain(self._seen(settings), in_attributes)
-            if seen.is_overwritten and place not in with_copy
-        }
+        overwritten = {place: id(seen.tensor) for place, seen, _ in self.stored if seen.is_overwritten}
+        changed = {id(tensor) for tensor, _ in self.seen.overwritten()}
+        for number, box in enumerate(self._boxes(settings), len(settings.attributes)):
+            overwritten |= {(number, key): id(tensor) for key, tensor in box.items() if id(tensor) in changed}
+        return {place: tensor for place, tensor in overwritten.items() if place not in with_copy}
+
+
+def _values(boxes: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    return list(chain(*map(_values_of, boxes)))
+
+
+_values_of = operator.methodcaller("values")
 
 
 def _without_graph(value: Any) -> Any:

@@ -1,17 +1,21 @@
 """What every engine leaves: nothing after a forward alone or an error, and copies and saved plans that work alone.
+What `full` and `selective` cost the host.
 
 `parity/test_matrix.py` compares their gradients.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gc
 import pickle
+import sys
 
 import pytest
 import torch
+from helpers.adapters import with_lora
 from helpers.lanes import DeviceBytes, mover
 from helpers.steps import CACHED_BYTES, assert_frees_everything, assert_same, planned, step
 
@@ -110,3 +114,42 @@ def test_copies_and_saved_plans_work_by_themselves(engine, lanes, tmp_path):
     assert hf_ckpt.describe(model).recomputed == before.recomputed
     assert bool(before.moved) == (engine in ("offload", "saved"))
     assert len(lanes) == (4 if before.moved else 0)
+
+
+MOST_CALLS = 1.02
+"""Python calls of a step, relative to transformers' own checkpointing: what a step of a small model waits for."""
+
+
+def python_calls(model):
+    """Calls of Python and C functions in a steady step, which the settings of the first steps do not slow down."""
+    batch, calls = tiny_batch("llama"), collections.Counter()
+    for _ in range(3):
+        model(**batch).loss.backward()
+    gc.collect()
+    gc.disable()  # finalizers are calls, too
+    try:
+        sys.setprofile(lambda frame, event, arg: calls.update([event]))
+        model(**batch).loss.backward()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls["call"] + calls["c_call"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "lora"),
+    [({"policy": "full"}, False), ({"policy": "selective"}, False), ({"policy": "full"}, True)],
+    ids=["full", "selective", "LoRA full"],
+)
+def test_a_steady_step_makes_hardly_more_calls_than_transformers_own(spec, lora):
+    def model():
+        blocks = tiny_model("llama", layers=8)
+        return with_lora(blocks, "llama", targets="all-linear", lora_dropout=0.0) if lora else blocks
+
+    theirs = model()
+    theirs.gradient_checkpointing_enable({"use_reentrant": False})
+    ours = planned(model(), spec)
+    most = MOST_CALLS * python_calls(theirs)
+    assert python_calls(model()) < python_calls(ours) <= most  # fewer would mean that nothing runs again
+    assert set(hf_ckpt.describe(ours).forwards.values()) == {4}
+    assert all(hf_ckpt.describe(ours).recomputed.values())

@@ -97,6 +97,6 @@ def steps_of(model, steps=3):
     return found
 
 
-def without_forward_state(region, fn, inputs=()):
+def without_forward_state(region, fn, inputs=None):
     """Replaces `FullRegion.state_for`: a recomputation draws the same numbers, and no other state is restored."""
     return ForwardState(region.block, None, None, whole=False, keeps_draws=True)
