@@ -52,7 +52,7 @@ def at_budgets(case: Case) -> Iterator[tuple[Case, Case | None, float]]:
     """
     for mine in timed(case):
         if "budget_bytes" in mine:
-            skipped = (OURS, OURS_COMPILED, CHECKED, COMPILED if mine["group"] == OURS else "")
+            skipped = (OURS, OURS_COMPILED, CHECKED, COMPILED)
             fitting = [row for row in timed(case) if row["allocated_bytes"] <= mine["budget_bytes"]]
             other = min((row for row in fitting if row["group"] not in skipped), key=ratio, default=None)
             yield mine, other, 0.0 if other is None else ratio(mine) / ratio(other)
@@ -135,11 +135,36 @@ def ahead() -> str:
     return markdown(("training", "plan is fastest", "step time / fastest other"), lines)
 
 
+def gpu_cells(row: Case) -> dict[str, str]:
+    """What tables show of a row of `gpu.py`. `-` stands for what was not measured, or cannot be."""
+    gib = lambda key: f"{row[key] / 2**30:.2f} GiB" if key in row else "-"  # noqa: E731
+    reference = row.get("reference", "none")
+    return {
+        "model": row["model"],
+        "way": row["name"] + (f" ({gib('budget_bytes')})" if "budget_bytes" in row else ""),
+        "step": f"{1e3 * statistics.median(row['step_seconds']):.1f} ms" if "step_seconds" in row else "-",
+        "of none": times({"step_seconds": [], **row}) + ("" if reference == "none" else f" of {reference}"),
+        "peak": gib("allocated_bytes"),
+        "reserved": gib("reserved_bytes"),
+        "predicted": gib("predicted_peak_bytes"),
+        "host, a block": f"{1e6 * row['host_seconds']:.0f} µs" if "host_seconds" in row else "-",
+        "left out": row.get("left_out", ""),
+    }
+
+
+def gpu_table(results: Results, part: str, columns: Sequence[str] = ()) -> str:
+    """A part of `gpu.py`. Without `columns`, it has those that are not empty."""
+    rows = [gpu_cells(row) for row in results.good.values() if row["part"] == part]
+    columns = columns or [name for name in (rows or [{}])[0] if {row[name] for row in rows} - {"-", ""}]
+    return markdown(columns, [[row[name] for name in columns] for row in rows])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "every way": lambda: every_way(read("peers"), skip=COMPILED),
     "peers": lambda: budgets_table(read("peers"), (0.3, 0.5, 0.7)),
     "ahead": ahead,
     "compiled": lambda: every_way(read("compiled")),
+    "gpu": lambda: gpu_table(Results.read(HERE / "gpu.json"), "table", ("way", "step", "of none", "peak")),
 }
 """What stands between the marks of a name."""
 MARKED = re.compile(r"(<!-- ([\w -]+): figures -->\n)(.*?)(\n<!-- end of \2: figures -->)", re.DOTALL)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hf_ckpt.compat.devices import device_name
+
 DEVICE = accelerator.type if (accelerator := torch.accelerator.current_accelerator(True)) is not None else "cpu"
 """Type of the device to train on."""
 
@@ -25,7 +27,7 @@ def circumstances() -> dict[str, Any]:
     versions = {found.name.lower(): found.version for found in importlib.metadata.distributions()}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": f"cpu ({processor})" if DEVICE == "cpu" else str(torch.get_device_module().get_device_name()),
+        "device": f"{device_name(None)} ({processor})",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -33,13 +35,14 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def seconds_of(step: Callable[[], object]) -> float:
-    """Seconds of a step, including the accelerator."""
+def seconds_of(step: Callable[[], object], is_complete: bool = True) -> float:
+    """Seconds of a step, including the accelerator; if it need not be complete, of the host alone."""
     wait = torch.accelerator.synchronize if DEVICE != "cpu" else lambda: None
     wait()
     start = time.perf_counter()
     step()
-    wait()
+    if is_complete:
+        wait()
     return time.perf_counter() - start
 
 
@@ -55,6 +58,7 @@ class Allocations:
         self.start_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.peak_bytes = self.start_bytes
         """The most bytes alive at any moment."""
+        self.reserved_bytes: int | None = None  # the most that an accelerator's allocator held, in use or not
         self.left_bytes = 0
         """Bytes alive at the end, minus those at the beginning."""
 
@@ -64,16 +68,16 @@ class Allocations:
             self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
             self._profile.__enter__()
         else:
-            self._memory = torch.get_device_module()
-            self._memory.empty_cache()
-            self._memory.reset_peak_memory_stats()
-            self.start_bytes = self._memory.memory_allocated()
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats()
+            self.start_bytes = torch.accelerator.memory_allocated()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         if DEVICE != "cpu":
-            self.peak_bytes = self._memory.max_memory_allocated()
-            self.left_bytes = self._memory.memory_allocated() - self.start_bytes
+            self.peak_bytes = torch.accelerator.max_memory_allocated()
+            self.reserved_bytes = torch.accelerator.max_memory_reserved()
+            self.left_bytes = torch.accelerator.memory_allocated() - self.start_bytes
             return
         # Private names, because public events sum allocations by operation and lose their order.
         from torch._C._profiler import _EventType

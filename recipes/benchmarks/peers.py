@@ -1,9 +1,8 @@
 """Every way to train in less memory that a user could pick, against what hf_ckpt does.
 
 Measures peak, saved bytes, step time and gradients of no checkpointing, transformers' own options, torch's SAC,
-torch_remat and compiled activation budgets, and of hf_ckpt: fixed specs, and plans for five budgets, with blocks in
-eager mode and compiled. Each way has a process of its own. The exit code is 1 if a row of hf_ckpt recomputed nothing,
-or gave other gradients than it promises.
+torch_remat and compiled activation budgets, and of hf_ckpt: fixed specs, and plans for five budgets. Each way has a
+process of its own. The exit code is 1 if a row of hf_ckpt recomputed nothing, or gave other gradients than it promises.
 
 The speed of a machine changes within minutes, and other work only makes steps slower. So the compared ways alternate,
 step by step, within one turn; the fastest step of each counts, and ratios are taken within a turn. The figure of a way
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,7 +26,7 @@ from figures import BUDGETS, faults, tables
 from harness import Case, Results, Worker
 from machine import DEVICE
 from session import Session, config_for
-from ways import NONE, OURS, OURS_COMPILED, WAYS, Way, our_way
+from ways import NONE, WAYS, Way, our_way
 
 import hf_ckpt
 from hf_ckpt.errors import HfCkptError
@@ -46,15 +44,13 @@ def planned(settings: argparse.Namespace, name: str, folder: Path) -> Iterator[t
     sizes = {key: getattr(settings, key) for key in ("tokens", "lora", "dtype")}
     forecast = hf_ckpt.predict(config_for(settings, name), settings.batch, **sizes, budget="100%")
     floor, none = forecast.floor_bytes, forecast.usual[0].peak_bytes
-    kinds: list[tuple[str, str, dict[str, Any]]] = [("planned", OURS, {})]
-    if OURS_COMPILED in (settings.only or [OURS_COMPILED]) and DEVICE != "cpu":  # there they cannot be measured
-        kinds.append(("compiled blocks, planned", OURS_COMPILED, {"compile": "blocks"}))
     with Worker(Session, settings, name, NONE) as planner:
-        for share, (label, group, spec) in itertools.product(BUDGETS, kinds):
-            way = our_way(f"{label} for {share:.0%}", group, plan=str(folder / f"{group}, {share}.json"))
+        for share in BUDGETS:
+            path = folder / f"{share}.json"
+            way = our_way(f"planned for {share:.0%}", plan=str(path))
             limit = floor + round(share * (none - floor))
-            spec = {"policy": "budget", "budget": max(floor, round((1 - UNSEEN) * limit)), **spec}
-            row = planner.ask("plan_for", spec, folder / f"{group}, {share}.json")
+            budget = max(floor, round((1 - UNSEEN) * limit))
+            row = planner.ask("plan_for", {"policy": "budget", "budget": budget}, path)
             yield way, row | {"budget_share": share, "budget_bytes": limit}
 
 

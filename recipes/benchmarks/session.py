@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
 Gradients = Mapping[str, torch.Tensor]
 LEARNING_RATE = 1e-5
 """So small that random weights stay finite."""
-MEASURED_STEPS = 20
-"""Steps of a run before its plan is taken. It needs seven to eighteen."""
+MEASURED_STEPS = 40
+"""Most steps of a run before its plan is taken. It needs seven to eighteen."""
 
 
 def config_for(settings: Namespace, name: str) -> Any:
@@ -45,6 +46,8 @@ def model_for(settings: Namespace, name: str) -> nn.Module:
         model = getattr(transformers, config.architectures[0])._from_config(
             config, dtype=getattr(torch, settings.dtype)
         )
+        if getattr(settings, "four_bits", False):
+            quantise(model)
         if settings.lora is not None:
             from peft import LoraConfig, get_peft_model
 
@@ -53,6 +56,18 @@ def model_for(settings: Namespace, name: str) -> nn.Module:
             model = get_peft_model(model, adapters)
     trained: nn.Module = model.to(DEVICE).train()
     return trained
+
+
+def quantise(model: Any) -> None:
+    """Store the linear layers of a model but its head in 4 bits, as QLoRA loads them. It needs bitsandbytes."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
+            four_bits = Linear4bit(layer.in_features, layer.out_features, False, layer.weight.dtype, quant_type="nf4")
+            four_bits.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+            model.set_submodule(name, four_bits.to(DEVICE))
+    model.is_loaded_in_4bit = True  # PEFT reads it
 
 
 def batch_for(settings: Namespace, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -96,13 +111,23 @@ class Session:
         self.backward()
         self.optimizer.step()
 
+    @contextlib.contextmanager
+    def under(self, way: Way) -> Iterator[None]:
+        """Run steps in another way. The session has been made for `none`."""
+        before = self.call, self.recomputed
+        try:
+            with way.turn_on(self.model) as (self.call, self.recomputed):
+                yield
+        finally:
+            self.call, self.recomputed = before
+
     def gradients(self) -> Gradients:
         """The gradients, by the name of their parameter."""
         return {name: value.grad for name, value in self.model.named_parameters() if value.grad is not None}
 
-    def timed(self) -> float:
-        """Seconds of one step."""
-        return seconds_of(self.step)
+    def timed(self, steps: int = 1) -> float:
+        """Seconds of a step: the mean of some, one right after the other."""
+        return seconds_of(lambda: [self.step() for _ in range(steps)]) / steps
 
     def measure(self, path: Path, is_reference: bool) -> dict[str, Any]:
         """Measure the gradients and the bytes of a step, and count what it recomputes.
@@ -133,14 +158,20 @@ class Session:
             loss = self.call(**self.inputs).loss
         loss.backward()
         recomputed = None if before is None or after is None else after - before
-        return {"allocated_bytes": step.peak_bytes, "saved_bytes": forward.left_bytes, "recomputed": recomputed}
+        peaks = {"allocated_bytes": step.peak_bytes, "reserved_bytes": step.reserved_bytes}
+        return {**peaks, "saved_bytes": forward.left_bytes, "recomputed": recomputed}
 
     def plan_for(self, spec: dict[str, Any], path: Path) -> dict[str, Any]:
         """Save the plan that a run with this spec uses once it has measured enough steps. Returns what it predicts."""
         with ours(self.model, spec):
             for _ in range(MEASURED_STEPS):
                 self.step()
-            plan = hf_ckpt.describe(self.model).plan
+                described = hf_ckpt.describe(self.model)
+                if described.measured_bytes is not None:
+                    break
+        if described.measuring is not None:
+            raise HfCkptError(f"has no plan after {MEASURED_STEPS} steps: {described.measuring}")
+        plan = described.plan
         plan.save(path)
         return {"plan": str(plan), "predicted_peak_bytes": plan.prediction.peak_bytes if plan.prediction else None}
 
