@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
@@ -298,17 +298,22 @@ class Measurements:
     def _changes(self, batch: Batch, full: Step, guessed: Mapping[str, Action] | None = None) -> dict[Pair, Change]:
         """What actions change in calls of each kind: the most that trials have shown.
 
-        A kind on which an action was not tried has the largest change among kinds of equal modules.
+        A kind on which an action was not tried has the largest change among kinds of equal modules; one whose backward
+        was not tried needs as much more in it as those at most.
         """
         changes: dict[Pair, Change] = {}
+        bounded: set[Pair] = set()
+        """Where no backward was tried, so that there is only a bound for it."""
         for kind, calls in self._calls_of_kinds(batch, full).items():
             for action in self.actions[:-1]:
                 shown = SELECTIVE if action == FULL_SELECTIVE else action
                 trials = [(call, call.trials[shown]) for call in calls if shown in call.trials]
                 if not trials:
                     continue
-                # Without a trial of the backward there is only a bound for it.
-                trials = [pair for pair in trials if pair[1].backward_peak is not None] or trials
+                tried = [pair for pair in trials if pair[1].backward_peak is not None]
+                if not tried:
+                    bounded.add((kind, action))
+                trials = tried or trials
                 if action == FULL_SELECTIVE:
                     of_calls = [trial.recomputed(call) for call, trial in trials]
                 else:
@@ -320,13 +325,25 @@ class Measurements:
                     # The backward of a block that keeps least holds all that the block keeps under any action.
                     most = call.backward.peak
                     changes[kind, wanted] = Change(most, most, backward_peak=-most)
+        return self._completed(changes, bounded, set(self.kinds[batch.state].values()))
+
+    def _completed(
+        self, changes: Mapping[Pair, Change], bounded: Collection[Pair], kinds: Collection[int]
+    ) -> dict[Pair, Change]:
+        """The changes, with what kinds of equal modules have shown where nothing, or only a bound, is known."""
         modules = {kind: number for (number, *_), kind in self._numbers.items()}
-        for kind in set(self.kinds[batch.state].values()):
+        completed = dict(changes)
+        for kind in kinds:
             for action in self.actions:
-                like = [change for (k, a), change in changes.items() if a == action and modules[k] == modules[kind]]
+                like = [pair for pair in changes if pair[1] == action and modules[pair[0]] == modules[kind]]
+                peaks = [changes[pair].backward_peak for pair in like if pair not in bounded]
                 if like and (kind, action) not in changes:
-                    changes[kind, action] = max(like, key=lambda change: change.forward_net)
-        return changes
+                    completed[kind, action] = max((changes[pair] for pair in like), key=lambda each: each.forward_net)
+                elif peaks and (kind, action) in bounded:
+                    change = changes[kind, action]
+                    backward_peak = min(change.backward_peak, max(peaks))
+                    completed[kind, action] = dataclasses.replace(change, backward_peak=backward_peak)
+        return completed
 
     def _times(self) -> dict[Pair | None, Times]:
         """The median time of a call of each kind under each action; of two, the shorter."""
