@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -17,24 +17,51 @@ from transformers.utils import import_utils
 from hf_ckpt.compat.private import private
 
 _lock = threading.RLock()
+_results: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+"""(operation, shapes of its arguments) -> shape, strides and type of its result."""
 _in_kernel = private("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
 
 
 def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation for a dispatch mode that is directly above that of fake tensors.
 
-    Views, which are most operations of a step, bypass torch's cache of results, whose key takes longer than they do.
+    Views, and operations with one new tensor that ran before on tensors of the same shapes, are most of a step. They
+    bypass torch's own cache of results, whose key takes longer than they do.
     """
     source = args[0] if args else None
     if type(source) is not FakeTensor or source.constant is not None or source.layout is not torch.strided:
         return function(*args, **kwargs)
     if function is torch.ops.aten._grouped_mm.default and source.dtype is not torch.bfloat16:
         return _grouped_product(*args, **kwargs)
-    if kwargs or not _is_view(function):
+    if not kwargs and _is_view(function):
+        with _in_kernel(source.fake_mode):
+            view = function(*args)
+        return FakeTensor(source.fake_mode, view, source.fake_device)
+    if not _has_new_tensor(function):
         return function(*args, **kwargs)
-    with _in_kernel(source.fake_mode):
-        made = function(*args)
-    return FakeTensor(source.fake_mode, made, source.fake_device)
+    key = function, _shapes_of(args), _shapes_of(kwargs.items())
+    if key in _results:
+        shape, stride, dtype = _results[key]
+        with _in_kernel(source.fake_mode):
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(source.fake_mode, empty, source.fake_device)
+    result = function(*args, **kwargs)
+    if result.untyped_storage().nbytes() == result.nbytes:
+        _results[key] = result.shape, result.stride(), result.dtype
+    return result
+
+
+def _shapes_of(values: Iterable[Any]) -> tuple[Any, ...]:
+    """What the shape of a result depends on: the shapes and types of tensors, and the values of all others."""
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            parts.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            parts.append(_shapes_of(value))
+        else:
+            parts.append((type(value), value))
+    return tuple(parts)
 
 
 @functools.cache
@@ -44,6 +71,16 @@ def _is_view(function: Any) -> bool:
     if more or function._schema.is_mutable or not isinstance(getattr(first, "type", None), torch.TensorType):
         return False
     return first.alias_info is not None or function is torch.ops.aten._unsafe_view.default
+
+
+@functools.cache
+def _has_new_tensor(function: Any) -> bool:
+    """Whether an operation returns one new tensor, whose shape does not depend on values, and changes nothing."""
+    returns = function._schema.returns
+    if function._schema.is_mutable or len(returns) != 1 or not isinstance(returns[0].type, torch.TensorType):
+        return False
+    depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return returns[0].alias_info is None and depends.isdisjoint(function.tags)
 
 
 def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:

@@ -178,8 +178,6 @@ def costs_of_step(
     changes: Mapping[tuple[int, Action], Change],
     ratios: Mapping[tuple[int, Action], float],
     actions: Sequence[Action],
-    freed: Mapping[int, int] | None = None,
-    ends: tuple[StackEnd, ...] = (),
 ) -> Costs:
     """The costs of all plans, from a step under `full` and what other actions change in it.
 
@@ -190,21 +188,18 @@ def costs_of_step(
         changes: (kind, action) -> what it changes. Actions without an entry are not chosen for the kind.
         ratios: (kind, action) -> time of forward and backward as a share of that under `full`; 1 if missing.
         actions: to choose from. The first keeps most; the last is that of `full`.
-        freed: kind -> bytes that a call under `full` frees at the end of the forward; None if only changes are known.
-        ends: what is freed at the ends of stacks. The calls do not contain it.
     """
     last, level = full.calls[-1], full.before.net
     levels, costs = [], []
     """After each forward, the bytes that outlive the model's forward; and what the call costs under each action."""
-    under_full = (actions[-1],) * len(full.calls)
-    for place, call in enumerate(full.calls):
+    for call in full.calls:
         kind, back, behind = kinds[call.name], call.backward, call.behind
         if call is last:
             behind = Part()  # what runs after the last call is the head
         own = {action: changes[kind, action] for action in actions[:-1] if (kind, action) in changes}
         own = {**own, actions[-1]: Change()} if back else {actions[0]: Change()}
         # What a call frees at the end of the forward under `full`, but not under some other action.
-        lent = max(change.later for change in own.values()) if freed is None else freed[kind]
+        lent = max(change.later for change in own.values())
         of_actions = {}
         for action, change in own.items():
             net, spent = call.forward.net + change.forward_net, call.forward.nanoseconds
@@ -215,8 +210,7 @@ def costs_of_step(
                 backward = Part(max(0, end, back.peak + change.backward_peak), end, max(0, rest))
             of_actions[action] = Cost(forward.then(behind), backward, lent - change.later)
         costs.append(of_actions)
-        ended = sum(end.freed(under_full) for end in ends if end.last == place)
-        level += call.forward.net + behind.net - lent - ended
+        level += call.forward.net + behind.net - lent
         levels.append(level)
     # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
     # that forwards do not explain.
@@ -234,7 +228,6 @@ def costs_of_step(
         head=(Part(last.behind.peak, 0, last.behind.nanoseconds), Part()),
         input_bytes=max(0, round(statistics.median(call.forward.net for call in full.calls))),
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
-        ends=ends,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.forecast.devices import Device
-from hf_ckpt.forecast.question import Question
+from hf_ckpt.forecast.question import OF_THE_PLAN, Question, command_of
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, exact_size, format_bytes, format_seconds
 
@@ -148,44 +148,28 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
         say(*first or ["Nothing near it fits, either."])
 
 
-def said(asked: Question, model: str, device: Device, own: Row, budget_bytes: int) -> tuple[str, str]:
-    """Whether the plan of a row fits, and what was assumed, in one line each. `model` is the class of the model.
+def answer_of(training: Question, device: Device, row: Row, budget_bytes: int) -> str:
+    """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." """
+    article = "an" if device.title[0] in "AEFHILMNORSX8" else "a"
+    name = device.title if device.memory_bytes is None else f"{article} {device.title}"
+    memory_bytes = device.memory_bytes or budget_bytes
+    sizes = (row.peak_bytes, budget_bytes, memory_bytes)
+    peak, budget, memory = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
+    if row.peak_bytes > min(budget_bytes, memory_bytes):
+        needs = f"the plan needs {peak} GiB"
+        if row.peak_bytes > budget_bytes:
+            needs = f"every plan needs {peak} GiB or more"
+        return f"Does not fit: {needs}. The budget is {budget} GiB, and {name} has {memory}."
+    tokens = f", {row.tokens_per_second:,.0f} tokens a second" if row.tokens_per_second else ""
+    each = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
+    return f"Fits: {peak} of {memory} GiB on {name}{tokens}{each}."
 
-    "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." A rank trains on these tokens.
-    """
-    on = "" if device.memory_bytes is None else "an " if device.title[0] in "AEFHILMNORSX8" else "a "
-    on += device.title
-    peak_bytes, whole_bytes, speed = own.peak_bytes, device.memory_bytes or budget_bytes, own.tokens_per_second
-    sizes = (peak_bytes, budget_bytes, whole_bytes)
-    peak, budget, whole = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
-    if peak_bytes > min(budget_bytes, whole_bytes):
-        needs = f"every plan needs {peak} GiB or more" if peak_bytes > budget_bytes else f"the plan needs {peak} GiB"
-        answer = f"Does not fit: {needs}. The budget is {budget} GiB, and {on} has {whole}."
-    else:
-        tokens = f", {speed:,.0f} tokens a second" if speed else ""
-        each = f" on each of {asked.ranks} ranks" if asked.ranks > 1 else ""
-        answer = f"Fits: {peak} of {whole} GiB on {on}{tokens}{each}."
-    targets = asked.lora_targets
-    layers = ", ".join([targets] if isinstance(targets, str) else targets).replace("all-linear", "every linear layer")
-    computing = f"autocast {asked.autocast_name}" if asked.autocast_name else "no autocast"
-    if not device.bfloat16 and "float16" in (asked.dtype, asked.autocast_name):
-        computing += f" ({on} has no bfloat16)"
-    accumulated = f" x {asked.accumulation} micro-steps" if asked.accumulation > 1 else ""
-    parts = (
-        "every weight" if asked.lora is None else f"LoRA r={asked.lora} on {layers}",
-        "base in 4 bits" if asked.load_in_4bit else "",
-        "the rest in float32" if asked.prepared else "",
-        f"weights {asked.dtype}",
-        computing,
-        asked.optimizer,
-        f"batch {asked.batch} x {asked.tokens} tokens{accumulated}",
-        asked.attention,
-        f"{asked.trainer.upper()} of TRL" if asked.trainer else "",
-        "packed" if asked.packing else "",
-        f"{asked.ranks} ranks ({asked.parallel})" if asked.ranks > 1 else "",
-    )
-    trained = f"{asked.model} ({model}): {', '.join(filter(None, parts))}"
-    return answer, f"{trained}; {device.title}, budget {format_bytes(budget_bytes)}"
+
+def assumed_of(training: Question, model: str, device: Device, budget_bytes: int) -> str:
+    """What was assumed about a training, in one line. `model` is the class of the model."""
+    training = dataclasses.replace(training, **OF_THE_PLAN, autocast=training.autocast_name or "none")
+    command = command_of(training, ("batch", "tokens", "dtype", "optimizer", "attention"))
+    return f"assumed: {command}; {model} on {device.title}, budget {format_bytes(budget_bytes)}"
 
 
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
@@ -198,7 +182,7 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     return {**spec, "host_budget": exact_size(host_budget)} if moved and host_budget else spec
 
 
-def to_write(asked: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:
+def to_write(training: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:
     """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes.
 
     These are fields of `TrainingArguments` or of a config of TRL, and Python. For files of another `program` (`axolotl`
@@ -206,13 +190,15 @@ def to_write(asked: Question, spec: Mapping[str, Any], program: str = "") -> dic
     """
     if program:
         return {f"The spec, for {program} (docs/integrations.md says where)": json.dumps(spec)}
-    trainer, computing, checkpoints = asked.trainer, asked.autocast_name, spec != NONE
+    trainer = training.trainer
+    computing = training.autocast_name
+    checkpoints = spec != NONE
     arguments = {
-        "per_device_train_batch_size": asked.batch,
-        "gradient_accumulation_steps": asked.accumulation if asked.accumulation > 1 else None,
-        "max_length": asked.tokens if trainer in ("sft", "dpo") else None,
-        "packing": True if asked.packing and trainer == "sft" else None,
-        "optim": _OPTIM.get(asked.optimizer, asked.optimizer),
+        "per_device_train_batch_size": training.batch,
+        "gradient_accumulation_steps": training.accumulation if training.accumulation > 1 else None,
+        "max_length": training.tokens if trainer in ("sft", "dpo") else None,
+        "packing": True if training.packing and trainer == "sft" else None,
+        "optim": _OPTIM.get(training.optimizer, training.optimizer),
         "bf16": True if computing == "bfloat16" else False if trainer and computing != "float16" else None,
         "fp16": True if computing == "float16" else None,
         "gradient_checkpointing": checkpoints,
@@ -222,19 +208,11 @@ def to_write(asked: Question, spec: Mapping[str, Any], program: str = "") -> dic
     yaml = "\n".join(
         f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in written.items()
     )
-    double = ", bnb_4bit_use_double_quant=True" if asked.double_quant else ""
-    nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4"{double}, bnb_4bit_compute_dtype=torch.{asked.dtype}'
-    dropout = f", lora_dropout={asked.lora_dropout:g}" if asked.lora_dropout else ""
-    adapters = f"r={asked.lora}, target_modules={json.dumps(asked.lora_targets)}{dropout}"
     prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
-    flat = asked.packing and trainer != "sft"
     lines = {
-        f"dtype=torch.{asked.dtype}": True,
-        f"quantization_config=BitsAndBytesConfig({nf4})": asked.load_in_4bit,
-        f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": asked.prepared,
-        f"peft_config=LoraConfig({adapters})": asked.lora is not None,
-        "data_collator=DataCollatorWithFlattening()  # of transformers: a batch is one packed row": flat,
+        f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,
+        "data_collator=DataCollatorWithFlattening()  # of transformers": training.packing and trainer != "sft",
         "hf_ckpt.install(model)  # or start the script by: python -m hf_ckpt train.py": checkpoints,
     }
     python = "\n".join(line for line, applies in lines.items() if applies)
-    return {"Training arguments (YAML)": yaml, "With the model (Python)": python}
+    return {"Training arguments (YAML)": yaml, **({"With the model (Python)": python} if python else {})}

@@ -16,6 +16,8 @@ from hf_ckpt.models.blocks import vocabulary_head
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 """Names of the types that weights and autocast may have."""
+NO_PLAN = "this cannot be planned for before a run. `full`, `selective` and a budget measured in the run work."
+"""The end of errors about models."""
 _SAMPLES_A_SECOND = 16_000
 _OF_CLASSES = (
     *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"),
@@ -35,32 +37,29 @@ class MicroStep(NamedTuple):
     """A forward that replaces the class's own on the model; None if the class's own runs."""
 
 
-def micro_step(asked: Question, base: Any) -> MicroStep:
-    """The micro-step of a training on a model. All elements of a tensor share one place in memory.
+def micro_step(training: Question, base: Any) -> MicroStep:
+    """The micro-step of a training on a model. Call it under a mode of fake tensors, whose batch needs no memory.
 
     Raises `HfCkptError` for models of pairs of images and texts, for images of a text model, and for a trainer of TRL
     with a model that has no language-model head; `MissingDependencyError` without TRL.
     """
     name, takes = type(base).__name__, compat.transformers.forward_parameters(base)
     if "return_loss" in takes:
-        raise HfCkptError(
-            f"{name} compares every image of a batch with every text, which cannot be planned for. `full`, "
-            "`selective` and a budget measured in the run work."
-        )
-    batch = _inputs(asked, base)
+        raise HfCkptError(f"{name} compares every image of a batch with every text: {NO_PLAN}")
+    batch = _inputs(training, base)
     own_loss = "labels" in takes and not name.endswith("ForCTC")
     if own_loss or base.config.is_encoder_decoder:
-        shape: tuple[int, ...] = (1, asked.rows * asked.tokens) if asked.packing else (asked.rows, asked.tokens)
+        shape: tuple[int, ...] = training.shape
         if name.endswith(_OF_CLASSES):
-            shape = (asked.rows,)
+            shape = (training.rows,)
         elif base.config.is_encoder_decoder:
-            shape = asked.rows, asked.target_tokens or asked.tokens
-        batch["labels" if own_loss else "decoder_input_ids"] = torch.zeros((), dtype=torch.long).expand(shape)
-    if asked.trainer is None:
+            shape = training.rows, training.target_tokens or training.tokens
+        batch["labels" if own_loss else "decoder_input_ids"] = torch.zeros(shape, dtype=torch.long)
+    if training.trainer is None:
         return MicroStep(batch, None if own_loss else _mean_square)
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
-        raise HfCkptError(f"{name} is no causal language model, which the trainer {asked.trainer} needs.")
-    loss, outputs = _OF_TRL[asked.trainer]
+        raise HfCkptError(f"{name} is no causal language model, which the trainer {training.trainer} needs.")
+    loss, outputs = _OF_TRL[training.trainer]
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
@@ -70,36 +69,36 @@ def micro_step(asked: Question, base: Any) -> MicroStep:
     return MicroStep({**batch, "fused_lm_head": True}, loss, forward)
 
 
-def _inputs(asked: Question, base: Any) -> dict[str, Any]:
+def _inputs(training: Question, base: Any) -> dict[str, Any]:
     """The inputs of a model: text [sequences, tokens], images [images, channels, height, width], or speech."""
-    rows, kind = asked.rows, getattr(base, "main_input_name", "input_ids")
+    rows, kind = training.rows, getattr(base, "main_input_name", "input_ids")
     vision = getattr(base.config, "vision_config", base.config)
     batch: dict[str, Any] = {}
     if kind == "input_values":  # samples of speech
-        batch["input_values"] = _floats(base, rows, round(asked.seconds * _SAMPLES_A_SECOND))
+        batch["input_values"] = _floats(base, rows, round(training.seconds * _SAMPLES_A_SECOND))
     elif kind == "input_features":  # spectra, of a fixed length for Whisper, otherwise a frame every 10 ms
         fixed = getattr(base.config, "max_source_positions", None) if hasattr(base.config, "num_mel_bins") else None
         bins = getattr(base.config, "num_mel_bins", None) or getattr(base.config, "feature_projection_input_dim", 80)
-        frames = 2 * fixed if fixed else round(100 * asked.seconds)
+        frames = 2 * fixed if fixed else round(100 * training.seconds)
         batch["input_features"] = _floats(base, rows, *((bins, frames) if fixed else (frames, bins)))
-    elif kind == "pixel_values" or asked.images:
-        size = asked.image_size or getattr(vision, "image_size", None)
+    elif kind == "pixel_values" or training.images:
+        size = training.image_size or getattr(vision, "image_size", None)
         if size is None:
             raise HfCkptError(f"{type(base).__name__} takes no images, or none of a fixed size: leave `images` out.")
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        number = rows * (asked.images if kind == "input_ids" else 1)
+        number = rows * (training.images if kind == "input_ids" else 1)
         batch["pixel_values"] = _floats(base, number, getattr(vision, "num_channels", 3), height, width)
     if kind == "input_ids":
-        shape: tuple[int, ...] = (1, rows * asked.tokens) if asked.packing else (rows, asked.tokens)
-        shape = (rows, 1, asked.tokens) if type(base).__name__.endswith("ForMultipleChoice") else shape
-        ids = torch.zeros((), dtype=torch.long).expand(shape)
+        shape: tuple[int, ...] = training.shape
+        shape = (rows, 1, training.tokens) if type(base).__name__.endswith("ForMultipleChoice") else shape
         # Packed sequences have position ids, which mark where each begins, in place of a mask.
-        batch |= {"input_ids": ids, "position_ids" if asked.packing else "attention_mask": ids}
+        for name in ("input_ids", "position_ids" if training.packing else "attention_mask"):
+            batch[name] = torch.zeros(shape, dtype=torch.long)
     return batch
 
 
 def _floats(base: Any, *shape: int) -> torch.Tensor:
-    return torch.zeros((), dtype=base.dtype).expand(shape)
+    return torch.zeros(shape, dtype=base.dtype)
 
 
 def _mean_square(outputs: Any) -> torch.Tensor:

@@ -84,13 +84,12 @@ def device_named(name: str) -> Device:
         """Without its maker, the words before its number, spaces and punctuation."""
         return re.sub(r"nvidia|geforce|tesla|amd|instinct|rtx|[\W_]|gb$", "", name.lower())
 
-    asked, rows = plain(name), {plain(known): device for known, device in DEVICES.items()}
-    if asked in rows:
-        return rows[asked]
-    near = [row for row in rows if len(asked) > 1 and asked in row] or difflib.get_close_matches(asked, rows)
-    names = " or ".join(rows[row].name for row in near)
-    meant = f"did you mean {names}?" if near else f"known are {', '.join(DEVICES)}."
-    raise HfCkptError(f"{shown(name)} is not a known device; {meant} Or give its memory by --budget, such as 24GiB.")
+    rows = {plain(device.name): device for device in DEVICES.values()}
+    if plain(name) in rows:
+        return rows[plain(name)]
+    near = [rows[row].name for row in difflib.get_close_matches(plain(name), rows)] or DEVICES
+    advice = f"use {', '.join(near)}, or give its memory by --budget, such as 24GiB."
+    raise HfCkptError(f"{shown(name)} is not a known device: {advice}")
 
 
 def this_device(devices: Collection[torch.device] | None = None) -> Device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
@@ -14,15 +13,15 @@ from torch import nn
 
 from hf_ckpt.costs.costs import Choice, Costs, timeline, with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.forecast.answer import Forecast, Row, said, spec_of, to_write
+from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, model_of_workload, quantisation_of
-from hf_ckpt.forecast.question import FIELDS, MOST_TOKENS, OF_THE_PLAN, Question, on_device, question, words_of
+from hf_ckpt.forecast.question import FIELDS, OF_THE_PLAN, Question, on_device, question, words_of
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.families import GENERIC
-from hf_ckpt.planner.budgets import choice_within, frontier, peak_of_least, plan_of, plan_within
+from hf_ckpt.planner.budgets import choice_within, frontier, plan_of, plan_within
 from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
@@ -40,7 +39,7 @@ def predict(
     batch: int = 1,
     *,
     on_progress: Callable[[str], None] = lambda text: None,
-    **asked: Any,
+    **options: Any,
 ) -> Forecast:
     """Predict the memory and time of a training step, and find the fastest plan within a budget.
 
@@ -54,30 +53,30 @@ def predict(
             wrapped.
         batch: sequences per micro-step.
         on_progress: called with a short message at the start of each slow part.
-        asked: options of `hf-ckpt plan`, by the names of the fields of `Question`, such as `tokens`, `lora`, `trainer`,
-            `device` (default: this machine) and `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device).
+        options: options of `hf-ckpt plan`, by the names of the fields of `Question`, such as `tokens`, `lora`, `device`
+            (default: this machine) and `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device).
 
     Raises `InfeasibleError` if no plan fits into the budget. Raises `HfCkptError` if an option is invalid, if the model
     or device is unknown, if the model cannot be measured, and if options such as `lora` are given for a live model.
     """
     if isinstance(model, nn.Module):
-        fixed = sorted(_OF_THE_MODEL & asked.keys())
+        fixed = sorted(_OF_THE_MODEL & options.keys())
         if fixed:
             raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
-        found = find_blocks(model)
-        name = found.model
-        asked["attention"] = getattr(found.base.config, "_attn_implementation", None) or "sdpa"
+        blocks = find_blocks(model)
+        name = blocks.model
+        options["attention"] = getattr(blocks.base.config, "_attn_implementation", None) or "sdpa"
     else:
         name = str(getattr(model, "model_type", model))
     source = None if isinstance(model, (str, Path)) else model
-    return Forecaster(question({"batch": batch, **asked, "model": name}), on_progress, source).answer(nearest=False)
+    return Forecaster(question({"batch": batch, **options, "model": name}), on_progress, source).answer(nearest=False)
 
 
 class Forecaster:
     """Answers a question, and similar ones. It measures each training once.
 
     Args:
-        asked: the question.
+        training: the question.
         tell: called with a short message at the start of each slow part.
         source: the model's config, or a live model with its own types and adapters; None if the question names one.
         program: as in `to_write`.
@@ -87,16 +86,16 @@ class Forecaster:
 
     def __init__(
         self,
-        asked: Question,
+        training: Question,
         tell: Callable[[str], None] = lambda text: None,
         source: Any = None,
         *,
         program: str = "",
     ) -> None:
-        self.device = device_named(asked.device) if asked.device else this_device()
-        self.asked = asked if isinstance(source, nn.Module) else on_device(asked, self.device)
+        self.device = device_named(training.device) if training.device else this_device()
+        self.training = training if isinstance(source, nn.Module) else on_device(training, self.device)
         self._memory = self.device.memory_bytes or device_memory(0).total_bytes
-        self.budget = budget_bytes(asked.budget, self._memory)
+        self.budget = budget_bytes(training.budget, self._memory)
         self._tell, self._source, self._program = tell, source, program
         self._models: dict[Any, ShallowModel] = {}
         self._costs: dict[Question, Costs] = {}
@@ -110,25 +109,27 @@ class Forecaster:
         """
         self._tell("reading the model")
         try:
-            found = self.within(self.budget)
+            forecast = self.within(self.budget)
         except InfeasibleError as error:
             if not nearest:
                 raise
             self._tell("nothing fits; looking for what does")
-            found = self._about(*choice_within(self.candidates(self.asked), error.floor_bytes), self.budget)
+            lowest = self._forecast(*choice_within(self.candidates(self.training), error.floor_bytes), self.budget)
             notes = (*error.notes, *(f"to lower it: {hint}" for hint in error.hints))
             rows = tuple(self._nearest())
-            return dataclasses.replace(found, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
+            return dataclasses.replace(lowest, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
+        if not forecast.plan.active():  # more memory cannot make it faster
+            return forecast
         self._tell("comparing")
-        (own, *usual), notes = found.rows, found.notes
+        plan, *usual = forecast.rows
         ways = (self._planned(*change) for change in self._changes() if change[1].keys() <= OF_THE_PLAN.keys())
-        worth = 0.99 * own.step_seconds  # smaller gains are not worth mentioning
-        faster = [row for row in ways if row and row.step_seconds < worth]
-        for row in sorted(faster, key=lambda row: row.step_seconds)[:1]:
-            seconds = f"{format_seconds(row.step_seconds)} instead of {format_seconds(own.step_seconds)}"
-            notes = (f"faster with {row.options}: {seconds} a step", *notes)
-        largest = [self._largest_batch()] if self.asked.max_batch else []
-        return dataclasses.replace(found, rows=(own, *faster, *filter(None, largest), *usual), notes=notes)
+        worth = 0.99 * plan.step_seconds  # smaller gains are not worth mentioning
+        faster = sorted((row for row in ways if row and row.step_seconds < worth), key=lambda row: row.step_seconds)
+        notes = forecast.notes
+        if faster:
+            seconds = f"{format_seconds(faster[0].step_seconds)} instead of {format_seconds(plan.step_seconds)}"
+            notes = (f"faster with {faster[0].options}: {seconds} a step", *notes)
+        return dataclasses.replace(forecast, rows=(plan, *faster, *usual), notes=notes)
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
@@ -136,15 +137,17 @@ class Forecaster:
         Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget.
         """
         limit = budget_bytes(parse_budget(budget), self._memory)
-        return self._about(*choice_within(self.candidates(self.asked), limit), limit)
+        return self._forecast(*choice_within(self.candidates(self.training), limit), limit)
 
-    def _about(self, costs: Costs, choice: Choice, limit: int) -> Forecast:
+    def _forecast(self, costs: Costs, choice: Choice, limit: int) -> Forecast:
         """Return the forecast whose plan has these costs and actions."""
-        asked, device = self.asked, self.device
-        plan, course = plan_of(costs, choice, limit, device.name), timeline(costs, choice)
+        training = self.training
+        device = self.device
+        plan = plan_of(costs, choice, limit, device.name)
+        course = timeline(costs, choice)
         most = min(limit, device.memory_bytes or limit)
-        own = _row("this plan", plan, most, spec=spec_of(plan, limit, asked.host_budget))
-        plain = self.costs_of(dataclasses.replace(asked, head="full"))
+        own = _row("this plan", plan, most, spec=spec_of(plan, limit, training.host_budget))
+        plain = self.costs_of(dataclasses.replace(training, head="full"))
         usual = {name: plan_of(plain, plain.uniform(action)) for name, action in (("none", KEEP), ("full", FULL))}
         (_, resident), *moving = course.worst.parts().items()
         weights, state = costs.static.parameters, costs.static.optimizer
@@ -154,24 +157,23 @@ class Forecaster:
         if course.is_heads and costs.chunks_help and of_head > parts["kept for backward"]:
             size = format_bytes(of_head)
             notes = (f"{size} are of the head and its loss: no policy on blocks lowers these, but --head auto", *notes)
-        self._frontier = self._frontier or frontier(self.candidates(asked))
-        answer, assumed = said(asked, plan.model, device, own, limit)
+        self._frontier = self._frontier or frontier(self.candidates(training))
         return Forecast(
             fits=own.fits,
-            answer=answer,
-            assumed=assumed,
-            workload=dataclasses.replace(asked, **OF_THE_PLAN),
+            answer=answer_of(training, device, own, limit),
+            assumed=assumed_of(training, plan.model, device, limit),
+            workload=dataclasses.replace(training, **OF_THE_PLAN),
             device=device.name,
             budget_bytes=limit,
             peak_bytes=own.peak_bytes,
-            floor_bytes=peak_of_least(self.candidates(asked)),
+            floor_bytes=min(self._frontier),
             parts=parts,
             step_seconds=own.step_seconds,
             tokens_per_second=own.tokens_per_second,
             notes=notes,
             rows=(own, *(_row(name, way, most) for name, way in usual.items())),
             frontier=tuple(_row("planned", way, most) for way in self._frontier.values()),
-            write=to_write(asked, own.spec or {}, self._program),
+            write=to_write(training, own.spec or {}, self._program),
             plan=plan,
             timeline=course,
             within=self.within,
@@ -180,108 +182,93 @@ class Forecaster:
     def _planned(self, name: str, change: dict[str, Any]) -> Row | None:
         """Return the row of the fastest plan that fits with a change of the question; None if there is none."""
         try:
-            asked = dataclasses.replace(self.asked, **change)
-            plan = plan_within(self.candidates(asked), self.budget)
+            training = dataclasses.replace(self.training, **change)
+            plan = plan_within(self.candidates(training), self.budget)
         except HfCkptError:
             return None
         options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
         most = min(self.budget, self.device.memory_bytes or self.budget)
-        return _row(name, plan, most, options, spec_of(plan, self.budget, asked.host_budget))
+        return _row(name, plan, most, options, spec_of(plan, self.budget, training.host_budget))
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
-        asked, all_weights = self.asked, self.asked.lora is None
-        host = asked.host_budget is None and self.device.host_bandwidth > 0
-        parts = [batch for batch in range(asked.batch // 2, 0, -1) if asked.batch % batch == 0]
-        smaller = [{"batch": batch, "accumulation": asked.batch * asked.accumulation // batch} for batch in parts]
-        bits = not asked.load_in_4bit and not asked.sharded and asked.target_tokens is None
+        training, all_weights = self.training, self.training.lora is None
+        host = training.host_budget is None and self.device.host_bandwidth > 0
+        parts = [batch for batch in range(training.batch // 2, 0, -1) if training.batch % batch == 0]
+        smaller = [{"batch": batch, "accumulation": training.batch * training.accumulation // batch} for batch in parts]
+        one_length = training.target_tokens is None
+        bits = not training.load_in_4bit and not training.sharded and one_length
         rows: list[tuple[bool, str, dict[str, Any]]] = [
-            (self.costs_of(asked).chunks_help, "plan with the head in chunks", {"head": "auto"}),
+            (self.costs_of(training).chunks_help, "plan with the head in chunks", {"head": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
             *((True, "smaller batch", change) for change in smaller),
-            *((asked.target_tokens is None, "shorter sequences", {"tokens": asked.tokens // by}) for by in (2, 4, 8)),
-            (asked.prepared, "without PEFT's preparation", {"kbit_preparation": False}),
+            *((one_length, "shorter sequences", {"tokens": training.tokens // by}) for by in (2, 4, 8)),
+            (training.prepared, "without PEFT's preparation", {"kbit_preparation": False}),
             (all_weights, "8-bit optimizer", {"optimizer": "adamw_8bit"}),
             (all_weights, "LoRA", {"lora": 16}),
-            (bits, "LoRA, base in 4 bits", {"lora": asked.lora or 16, "load_in_4bit": True}),
+            (bits, "LoRA, base in 4 bits", {"lora": training.lora or 16, "load_in_4bit": True}),
         ]
         return [(name, change) for applies, name, change in rows if applies]
 
     def _nearest(self) -> list[Row]:
-        """Return what fits with one change, or if nothing does, with as many as have to come together."""
-        changes, rows = self._changes(), dict[str, Row]()
-        most = dict(changes)
-        of_weights = [name for name in most if most[name].keys() & {"lora", "optimizer", "kbit_preparation"}]
-        order = dict.fromkeys((*of_weights[-1:], "smaller batch", *most))
-        together = itertools.accumulate(
-            ((name, most[name]) for name in order if name in most and name not in of_weights[:-1]),
-            lambda some, more: (f"{some[0]} + {more[0]}", {**some[1], **more[1]}),
-        )
-        if self.candidates(self.asked)[0].static.always > self.budget:  # activations alone cannot help
-            changes = [change for change in changes if change[0] in of_weights]
-        for name, change in (*changes, *together):
-            done = name in rows or (rows and " + " in name)
-            if not done and (row := self._planned(name, change)):
+        """Return what fits with one change, or if nothing does, what fits with fewer weights and another change."""
+        changes = self._changes()
+        of_weights = [way for way in changes if way[1].keys() & {"lora", "optimizer", "kbit_preparation"}]
+        others = [way for way in changes if way not in of_weights]
+        if self.candidates(self.training)[0].static.always > self.budget:  # activations alone cannot help
+            changes = of_weights
+        rows: dict[str, Row] = {}
+        for name, change in changes:
+            if name not in rows and (row := self._planned(name, change)):
                 rows[name] = row
+        if not rows and of_weights:
+            least, weights = of_weights[-1]
+            both = (self._planned(f"{least} + {name}", {**weights, **change}) for name, change in others)
+            return list(itertools.islice(filter(None, both), 1))
         return [*rows.values()]
 
-    def _largest_batch(self) -> Row | None:
-        """Return the row of the largest batch that fits into the budget."""
-
-        def peak(batch: int) -> int:
-            return peak_of_least(self.candidates(dataclasses.replace(self.asked, batch=batch)))
-
-        high, most = self.asked.batch, MOST_TOKENS // self.asked.tokens
-        while high < most and peak(high) <= self.budget:
-            high = min(2 * high, most)
-        batch = bisect.bisect_right(range(1, high + 1), self.budget, key=peak)
-        return self._planned(f"largest batch: {batch}", {"batch": batch})
-
-    def candidates(self, asked: Question) -> tuple[Costs, ...]:
+    def candidates(self, training: Question) -> tuple[Costs, ...]:
         """Return the costs from which the plan for a question is made."""
-        costs, device = self.costs_of(asked), self.device
-        moving = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, asked.host_budget)
-        return (*moving, *(() if asked.sharded else in_segments(costs)))
+        costs, device = self.costs_of(training), self.device
+        moving = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, training.host_budget)
+        return (*moving, *(() if training.sharded else in_segments(costs)))
 
-    def _model(self, asked: Question) -> ShallowModel:
-        key = asked.lora, asked.load_in_4bit, asked.kbit_preparation  # what changes of a question change in its model
+    def _model(self, training: Question) -> ShallowModel:
+        key = training.lora, training.load_in_4bit, training.kbit_preparation  # what suggestions change in a model
         if key not in self._models:
             source = {"live" if isinstance(self._source, nn.Module) else "config": self._source}
-            self._models[key] = model_of_workload(asked, **source)
+            self._models[key] = model_of_workload(training, **source)
         return self._models[key]
 
-    def costs_of(self, asked: Question) -> Costs:
+    def costs_of(self, training: Question) -> Costs:
         """Return what each action of each block costs in a step, on one rank. It measures each training once.
 
         Raises `HfCkptError` for a model that does not run on fake tensors.
         """
-        key = dataclasses.replace(asked, host_budget=None)
+        key = dataclasses.replace(training, host_budget=None)
         if key not in self._costs:
-            self._tell(f"measuring steps with {asked.batch} x {asked.tokens} tokens, on fake tensors")
-            model = self._model(asked)
-            costs = costs_of_model(model, asked, self.device, head=asked.head)
-            copies = costs.static.gradients if asked.ranks > 1 and not asked.sharded else 0  # in buckets of DDP
+            self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
+            model = self._model(training)
+            costs = costs_of_model(model, training, self.device)
+            copies = costs.static.gradients if training.ranks > 1 and not training.sharded else 0  # in buckets of DDP
             static = dataclasses.replace(costs.static, buffers=costs.static.buffers + copies)
-            self._costs[key] = dataclasses.replace(costs, static=static, notes=tuple(_notes_of(costs, model, asked)))
+            self._costs[key] = dataclasses.replace(costs, static=static, notes=tuple(_notes_of(costs, model, training)))
         return self._costs[key]
 
 
-def _notes_of(costs: Costs, model: ShallowModel, asked: Question) -> Iterator[str]:
+def _notes_of(costs: Costs, model: ShallowModel, training: Question) -> Iterator[str]:
     """Remarks on a training."""
     if costs.family == GENERIC:
         yield f"{costs.model} is of no known family: every block that can be checkpointed is planned for alike"
     if quantisation_of(model.base.config) == "mxfp4":
         yield "the checkpoint's MXFP4 weights are dequantised for training"
-    if asked.trainer == "grpo":
+    if training.trainer == "grpo":
         yield "completions are written before the step: the memory for that, of generate or vLLM, is not counted"
     experts = sum(math.prod(shape) * size for shape, size, _ in model.tensors if len(shape) > 2)
-    if asked.load_in_4bit and experts > costs.static.parameters / 2:
-        wide = ", and PEFT's preparation casts them to float32 (half with --no-kbit-preparation)"
-        yield (
-            f"{format_bytes(experts)} of the weights are experts. Since transformers 5 they are stacked in one tensor "
-            f"a layer, which bitsandbytes does not quantise{wide if asked.prepared else ''}"
-        )
-    if asked.ranks > 1:
+    if training.load_in_4bit and experts > costs.static.parameters / 2:
+        wide = "; --no-kbit-preparation leaves them in 16 bits" if training.prepared else ""
+        yield f"{format_bytes(experts)} of the weights are stacked experts, which bitsandbytes does not quantise{wide}"
+    if training.ranks > 1:
         yield "what ranks send to each other takes time that is not predicted"
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.compat.peft import adapters_of, add_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
-from hf_ckpt.forecast.batches import DTYPES
+from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
 from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.quantised import QuantisedLinear, quantise
 from hf_ckpt.forecast.question import Question
@@ -32,11 +32,8 @@ from hf_ckpt.spec.plan import Block
 
 Tensors = tuple[tuple[tuple[int, ...], int, bool], ...]
 """For each parameter: (shape, bytes per element, whether it is trainable)."""
-_WITHOUT_CHANCE = {
-    "apply_spec_augment": False,
-    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0),
-}
-"""Keys of configs that make a step do less at random, with the values under which it does everything."""
+_CHANCES = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Keys of configs that make a step do less at random, unless they are False or 0.0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +111,7 @@ def _like_live(made: nn.Module, live: nn.Module, base: Any) -> nn.Module:
     places = getattr(base, "hf_device_map", None) or {}
     away = [name for name, place in places.items() if str(place) in ("cpu", "disk")]
     if away and len(away) < len(places):
-        raise HfCkptError(
-            f"`device_map` keeps weights of {away[0]} in host memory or on a disk, and copies them for every forward. "
-            'That cannot be planned for. Use `device_map={"": 0}`, with fewer bits or a smaller model.'
-        )
+        raise HfCkptError(f"`device_map` keeps weights of {away[0]} in host memory or on a disk: {NO_PLAN}")
     if getattr(base, "is_loaded_in_4bit", False):
         stored = base.config.quantization_config
         quantise(made, base.dtype, double=bool(getattr(stored, "bnb_4bit_use_double_quant", False)))
@@ -128,10 +122,8 @@ def _like_live(made: nn.Module, live: nn.Module, base: Any) -> nn.Module:
     for name, value in (*base.named_parameters(), *base.named_buffers()):
         mine = ours.get(plain_name(name))
         if mine is None or mine.shape != value.shape:
-            raise HfCkptError(
-                f"{type(base).__name__} cannot be planned for, because its config and adapters do not say that it has "
-                f"{name} of shape {list(value.shape)}. `full`, `selective` and a budget measured in the run work."
-            )
+            shape = list(value.shape)
+            raise HfCkptError(f"its config and adapters do not say that it has {name} of shape {shape}: {NO_PLAN}")
         mine.data = mine.data.to(value.dtype)
         mine.requires_grad_(value.requires_grad)
     return made
@@ -151,10 +143,7 @@ def _cut(model: nn.Module) -> tuple[Stack, ...]:
         blocks = tuple(block for block in found.blocks if block.stack == stack)
         container, _, index = blocks[0].name.rpartition(".")
         if not index.isdigit():
-            raise HfCkptError(
-                f"{found.model} cannot be planned for, because its block {blocks[0].name!r} stands in no list of "
-                "blocks. `selective`, `full` and other policies need no plan."
-            )
+            raise HfCkptError(f"the block {blocks[0].name!r} of {found.model} stands in no list: {NO_PLAN}")
         config: Any = getattr(owner, "config", found.base.config)
         types = list(getattr(config, "layer_types", None) or [])
         types = types if len(types) == len(blocks) else []
@@ -191,23 +180,13 @@ def _on_fakes(model: nn.Module, stacks: tuple[Stack, ...]) -> ShallowModel:
     """A model whose other blocks are gone, with fake tensors in place of its own."""
     found = find_blocks(model)
     fake = compat.torch.FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def faked(value: torch.Tensor) -> torch.Tensor:
-        if id(value) not in made:
-            like = torch.empty(value.shape, dtype=value.dtype)
-            is_parameter = isinstance(value, nn.Parameter)
-            made[id(value)] = value, nn.Parameter(like, requires_grad=value.requires_grad) if is_parameter else like
-        return made[id(value)][1]
-
     with fake:
-        for module in model.modules():
-            held: Any
-            for held in (module._parameters, module._buffers, vars(module)):
-                held.update({name: faked(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
-            config: Any = getattr(module, "config", None)
-            if getattr(config, "use_cache", False):
-                config.use_cache = False  # caches know layers by their numbers in the real model
+        model.to_empty(device="cpu")
+    found.base.tie_weights()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # caches know layers by their numbers in the real model
     modules = dict(plain_modules(found.base))
     rest = {id(tensor) for block in found.modules.values() for tensor in (*block.parameters(), *block.buffers())}
     inside, buffers = [], sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in rest)
@@ -238,39 +217,33 @@ def load_config(name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
     except Exception as error:  # configs validate themselves, with errors of all kinds
         near = difflib.get_close_matches(name.lower().rpartition("/")[2], presets(), n=2)
-        hint, known = f"Did you mean {' or '.join(near)}? Else give" if near else "Give", ", ".join(presets())
-        raise HfCkptError(
-            f"cannot read a model's config from {shown(name)}: {reason_of(error)}.\n{hint} a folder, a config.json, a "
-            f"hub id, or {'a preset' if near else f'one of {known}'}."
-        ) from error
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Presets are {', '.join(presets())}."
+        reason = f"cannot read a model's config from {shown(name)}: {reason_of(error)}."
+        raise HfCkptError(f"{reason}\n{hint} A folder, a config.json or a hub id is a model, too.") from error
 
 
 def _make(config: Any, workload: Question, kind: Any = None) -> nn.Module:
     """A model of a class, by default the workload's, whose blocks are not changed yet."""
     names = [workload.architecture] if workload.architecture else config.architectures or []
     classes = [getattr(transformers, name, None) for name in names]
-    model_class: Any = next((known for known in classes if hasattr(known, "_from_config")), None)
+    model_class: Any = kind or next((known for known in classes if hasattr(known, "_from_config")), None)
     if workload.architecture and model_class is None:
         raise HfCkptError(f"transformers has no model class {workload.architecture!r}.")
-    model_class = kind or model_class or transformers.AutoModelForCausalLM
+    model_class = model_class or transformers.AutoModelForCausalLM
     # Under FSDP2, unsharded weights have their compute type.
     dtype = DTYPES[(workload.autocast_name if workload.sharded else None) or workload.dtype]
     attention = "sdpa" if workload.attention.startswith("flash_attention") else workload.attention  # as much is saved
+    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
+        attention = "eager"  # such as T5 before transformers 5
     build = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     config = copy.deepcopy(config)
-    for name, value in _WITHOUT_CHANCE.items():
+    for name in _CHANCES:
         if hasattr(config, name):
-            setattr(config, name, value)
+            setattr(config, name, type(getattr(config, name))(0))
     try:
-        try:
-            model: nn.Module = build(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
-        except ValueError as error:
-            if attention != "sdpa" or "attention" not in str(error):
-                raise
-            model = build(copy.deepcopy(config), dtype=dtype)  # T5 has only its own attention before transformers 5
+        model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # models do not validate configs: any error may follow
-        made_as = f" as {workload.architecture}" if workload.architecture else ""
-        raise HfCkptError(f"{workload.model} cannot be made{made_as} from its config: {reason_of(error)}.") from error
+        raise HfCkptError(f"{workload.model} cannot be made from its config: {reason_of(error)}.") from error
     base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model
 
@@ -310,12 +283,6 @@ def _refuse(config: Any, workload: Question, method: str) -> None:
     if most is not None and workload.tokens > most:
         raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")
     if method == "4 bits" and not workload.load_in_4bit:
-        raise HfCkptError(
-            f"the weights of {workload.model} are quantised by bitsandbytes in 4 bits: give load_in_4bit and the rank "
-            "of adapters to train (lora)."
-        )
+        raise HfCkptError(f"the weights of {workload.model} are in 4 bits: give load_in_4bit, and the rank (lora).")
     if method not in ("", "4 bits", "mxfp4"):
-        raise HfCkptError(
-            f"the weights of {workload.model} are quantised by {method}, which cannot be planned for before a run. A "
-            "budget that is measured in the run works."
-        )
+        raise HfCkptError(f"the weights of {workload.model} are quantised by {method}: {NO_PLAN}")

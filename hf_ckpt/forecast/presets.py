@@ -11,5 +11,4 @@ _PRESETS = (_PACKAGE / "presets", _PACKAGE.parent / "configs" / "models")
 
 def presets() -> dict[str, Path]:
     """The models whose configs come with hf_ckpt: name -> path of the config."""
-    folder = next((folder for folder in _PRESETS if folder.is_dir()), None)
-    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.json"))}
+    return {path.stem: path for folder in _PRESETS for path in sorted(folder.glob("*.json"))}

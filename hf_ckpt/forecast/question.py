@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError
@@ -75,6 +75,9 @@ def _tokens(text: str | int) -> int | str:
 
 
 _CHUNKS = "auto: the plan may run it in chunks of tokens; or tokens a chunk"
+_USUAL = "default: bfloat16 with --trainer or --load-in-4bit, else none"
+_DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
+_BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,75 +88,47 @@ class Question:
     values, for more than `MOST_TOKENS` in a micro-step, and for an invalid device, budget, size or number of tokens.
     """
 
-    model: str = _field(
-        "", "preset (llama-3.1-8b, gpt2-xl, bert-large, t5-3b, ...), folder, hub id or config.json", label="Model"
-    )
+    model: str = _field("", "preset (such as llama-3.1-8b or t5-3b), folder, hub id or config.json", label="Model")
     batch: int = _number(1, "sequences a micro-step", label="Batch")
     tokens: int = _number(512, "tokens a sequence", option="seq", label="Length")
     target_tokens: int | None = _number(None, "tokens a target sequence (T5; default: as --seq)", option="target_seq")
     images: int = _number(0, "images a sequence, whose tokens --seq includes; vision models take one without it")
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)")
     seconds: float = _field(10.0, "seconds of speech a sequence, for models that take samples", read=float)
-    lora: int | None = _number(
-        None, "rank of LoRA adapters; without it, every weight is trained", metavar="R", label="LoRA rank"
-    )
-    lora_targets: str | tuple[str, ...] = _field(
-        "all-linear", "layers with adapters, as q_proj,v_proj", read=_layers, metavar="NAMES"
-    )
+    lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
+    lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
     double_quant: bool = _field(True, "scales of 4 bits stay in float32")
     kbit_preparation: bool = _field(True, "no casts to float32 of what is not quantised", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
-    autocast: str | None = _field(
-        None,
-        "type that autocast computes in (default: bfloat16 with --trainer or --load-in-4bit, else none)",
-        choices=(*DTYPE_NAMES, "none"),
-    )
+    autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
     optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer")
     accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step")
     attention: str = _field("sdpa", "attention implementation, as transformers names it")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask")
-    trainer: str | None = _field(
-        None, "of TRL, in place of transformers' own", choices=("sft", "dpo", "grpo"), label="Trainer of TRL"
-    )
+    trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
     packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed")
     ranks: int = _number(1, "processes, with a device each", label="Ranks")
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
     head: int | str = _field("full", f"head: {_CHUNKS}", read=_tokens, label="Head")
-    device: str | None = _field(
-        None,
-        f"assumed in place of this machine's: {', '.join(DEVICES)}",
-        read=lambda text: device_named(text).name,
-        metavar="NAME",
-        label="Card",
-    )
-    budget: float | None = _field(
-        None,
-        f"peak allowed: 20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)",
-        read=parse_budget,
-        label="Budget",
-    )
-    host_budget: int | None = _field(
-        None, "host memory for offloading (default: none)", read=parse_bytes, label="Host memory"
-    )
-    max_batch: bool = _field(False, "the largest batch that fits into the budget")
+    device: str | None = _field(None, _DEVICES, read=lambda text: device_named(text).name, metavar="NAME", label="Card")
+    budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget")
+    host_budget: int | None = _field(None, "host memory for offloading", read=parse_bytes, label="Host memory")
 
     def __post_init__(self) -> None:
         for name in ("device", "budget", "host_budget", "head"):
             value = getattr(self, name)
             if isinstance(value, (str, float)) or name == "head":  # other numbers are bytes already
                 object.__setattr__(self, name, about(FIELDS[name]).read(value))
-        for field in dataclasses.fields(self):
-            known, value = about(field), getattr(self, field.name)
-            if value == field.default:
-                continue
-            if known.choices and value not in known.choices:
-                listed = ", ".join(known.choices)
-                raise HfCkptError(f"{field.name} must be one of {listed}, but is {value!r} instead.")
-            if known.read is parse_count and value < 1:
-                raise HfCkptError(f"{field.name} must be at least 1, but is {value} instead.")
+        for name, field in FIELDS.items():
+            value = getattr(self, name)
+            if value != field.default and about(field).choices and value not in about(field).choices:
+                choices = ", ".join(about(field).choices)
+                raise HfCkptError(f"{name} must be one of {choices}, but is {value!r} instead.")
+            if value != field.default and about(field).read is parse_count and value < 1:
+                raise HfCkptError(f"{name} must be at least 1, but is {value} instead.")
         if not 0 <= self.lora_dropout <= 1:
             raise HfCkptError(f"lora_dropout must be between 0 and 1, but is {self.lora_dropout} instead.")
         if self.load_in_4bit and self.lora is None:
@@ -194,18 +169,20 @@ class Question:
         return 2 * self.batch if self.trainer == "dpo" else self.batch
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences of a micro-step and their tokens; packed ones are one row."""
+        return (1, self.rows * self.tokens) if self.packing else (self.rows, self.tokens)
+
+    @property
     def reference(self) -> str | None:
         """What DPO's reference is, `adapters-off` or a second `model`; None for other trainers."""
-        if self.trainer != "dpo":
-            return None
-        return "model" if self.lora is None else "adapters-off"
+        kind = "model" if self.lora is None else "adapters-off"
+        return kind if self.trainer == "dpo" else None
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 """Every field of a question by its name."""
-OF_THE_PLAN: dict[str, Any] = {
-    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "max_batch")
-}
+OF_THE_PLAN: dict[str, Any] = {name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head")}
 """Fields that say nothing of the training, with their defaults."""
 
 
@@ -224,12 +201,12 @@ def question(fields: Mapping[str, Any]) -> Question:
     return Question(**fields)
 
 
-def command_of(asked: Question) -> str:
-    """The `hf-ckpt plan` command for a question."""
-    words = ["hf-ckpt", "plan", asked.model]
-    for field in list(FIELDS.values())[1:]:
-        value = getattr(asked, field.name)
-        if value != field.default or field.name in ("batch", "tokens"):
+def command_of(training: Question, shown: Collection[str] = ("batch", "tokens")) -> str:
+    """The `hf-ckpt plan` command for a question, with the fields that differ from their defaults, and those `shown`."""
+    words = ["hf-ckpt", "plan", training.model]
+    for name, field in FIELDS.items():
+        value = getattr(training, name)
+        if name != "model" and (value != field.default or name in shown):
             words += words_of(field, value)
     return shlex.join(words)
 
@@ -244,18 +221,18 @@ def words_of(field: dataclasses.Field[Any], value: Any) -> list[str]:
     return [option_of(field), exact_size(value) if sized else str(value)]
 
 
-def on_device(asked: Question, device: Device) -> Question:
+def on_device(training: Question, device: Device) -> Question:
     """The question as the training runs on a device: without bfloat16 support, float16 replaces it.
 
     Autocast then computes in float16, for which Trainer scales the loss. Trainable weights are in float32, because
     float16 gradients cannot be unscaled. Under FSDP2, accelerate casts what is trained to float32 and computes in
     bfloat16, unless `autocast` says otherwise.
     """
-    if asked.sharded and asked.lora is None and (asked.dtype, asked.autocast) == ("bfloat16", None):
-        asked = dataclasses.replace(asked, dtype="float32", autocast="bfloat16")
-    if device.bfloat16 or "bfloat16" not in (asked.dtype, asked.autocast_name):
-        return asked
-    dtype = asked.dtype
+    if training.sharded and training.lora is None and (training.dtype, training.autocast) == ("bfloat16", None):
+        training = dataclasses.replace(training, dtype="float32", autocast="bfloat16")
+    if device.bfloat16 or "bfloat16" not in (training.dtype, training.autocast_name):
+        return training
+    dtype = training.dtype
     if dtype == "bfloat16":
-        dtype = "float32" if asked.lora is None else "float16"
-    return dataclasses.replace(asked, dtype=dtype, autocast="none" if asked.autocast == "none" else "float16")
+        dtype = "float32" if training.lora is None else "float16"
+    return dataclasses.replace(training, dtype=dtype, autocast="none" if training.autocast == "none" else "float16")

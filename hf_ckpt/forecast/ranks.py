@@ -55,13 +55,13 @@ class Sharding:
 
     Args:
         model: the unsharded model.
-        asked: the training, with the number of ranks.
+        training: the training, with the number of ranks.
     """
 
-    def __init__(self, model: ShallowModel, asked: Question) -> None:
-        self.ranks, self.element_bytes = asked.ranks, DTYPES[asked.dtype].itemsize
+    def __init__(self, model: ShallowModel, training: Question) -> None:
+        self.ranks, self.element_bytes = training.ranks, DTYPES[training.dtype].itemsize
         """Bytes of an element of the shards."""
-        self._accumulated = asked.accumulation > 1
+        self._accumulated = training.accumulation > 1
         names = [block.name for stack in model.stacks for block in stack.blocks]
         self._blocks = dict(zip(names, map(self._gathered, model.inside), strict=True))
         self._outside = self._gathered(model.outside)

@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,10 +23,10 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import trial
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.costs.costs import Costs, StackEnd, Static, costs_of_step
-from hf_ckpt.costs.steps import Change, Part, Step
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, StackEnd, Static
+from hf_ckpt.costs.steps import Part, Step
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.batches import DTYPES, MicroStep, micro_step
+from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
@@ -34,8 +35,8 @@ from hf_ckpt.forecast.ranks import Sharding
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Level, Levels, part_of, step_of
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
-from hf_ckpt.spec.actions import FULL, Action, candidates
-from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.actions import FULL, KEEP, Action, candidates
+from hf_ckpt.spec.plan import Block, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,96 +44,104 @@ class _Measured:
     """One measured step of the shallow model. Blocks go by their names in it."""
 
     step: Step
-    """What runs between two blocks counts with the first of them. What `ends` says is left out."""
-    freed: Mapping[str, int]
+    """What runs between two blocks counts with the first of them, and so does the input of the last call, if it is
+    freed when that returns. What `ends` says is left out."""
+    lent: Mapping[str, int]
     """Block -> bytes that its call allocated and that are freed after the last call, before the backward: autocast's
     copies of weights."""
     ends: Mapping[str, tuple[int, int]]
     """Last block of a stack -> (bytes of the stack's input, bytes of what its calls share) that are freed then."""
-    input_freed: int
-    """Bytes that are freed when the last call has returned, because its caller held them: its input."""
     head: tuple[Part, Part]
-    """What runs after the last block: the forward, and the backward."""
+    """What runs after the last block: the forward without freeing what `lent` and `ends` say, and the backward."""
     reference: float
     """Time of the pass without gradients, which is part of the head's, as a multiple of that of the model's forward."""
-    chunks_help: bool = False
+    chunks_help: bool
     """See `Boundaries.chunks_help`."""
 
 
-def costs_of_model(model: ShallowModel, asked: Question, device: Device, *, head: int | str = "full") -> Costs:
+def costs_of_model(model: ShallowModel, training: Question, device: Device) -> Costs:
     """What a model costs under every action, for one batch shape.
 
     Args:
         model: a shallow model.
-        asked: the training.
+        training: what is trained, and how.
         device: its row gives the time of operations.
-        head: how the head runs, as in `Plan.head`.
 
     Raises `HfCkptError` if the model does not run on fake tensors, or if a step calls a block twice.
     """
-    actions = (*(action for action in candidates() if action != FULL), FULL)
-    sharding = Sharding(model, asked) if asked.sharded else None
-    step = micro_step(asked, model.base)
-    static = _static(model, asked, step.batch, device)
-    plain = _measure(model, asked, device, FULL, "full")
-    whole = plain if head == "full" else _measure(model, asked, device, FULL, head)
-    deep, like = _at_real_depth(model, whole)
-    kinds = {block: number for number, block in enumerate(dict.fromkeys(like.values()))}
-    changes: dict[tuple[int, Action], Change] = {}
-    ratios: dict[tuple[int, Action], float] = {}
-    steps = {FULL: whole}
-    for action in actions[:-1]:
-        other = steps[action] = _measure(model, asked, device, action, "full")
-        for block, number in kinds.items():
-            if changed := _change(plain, other, block):
-                changes[number, action], ratios[number, action] = changed
+    with model.fake:
+        batch = micro_step(training, model.base).batch
+    whole = _measure(model, training, device, FULL, training.head)
+    # The head does not change what blocks cost.
+    measured = {action: _measure(model, training, device, action, "full") for action in candidates() if action != FULL}
+    measured[FULL] = whole
+    places = _places(model, whole.step)
+    steps = {action: _at_real_depth(each.step, places) for action, each in measured.items()}
+    static = _static(model, training, batch, device)
     forward, backward = whole.head
-    # What the last stack frees at its end is not alive in the head; what the blocks allocated counts with them.
-    freed = sum(list(whole.ends.values())[-1])
-    deeper = sum(call.forward.nanoseconds for call in deep.calls)
-    deeper -= sum(call.forward.nanoseconds for call in whole.step.calls)
+    deeper = _forward_nanoseconds(steps[FULL]) - _forward_nanoseconds(whole.step)
     spent = forward.nanoseconds + round(whole.reference * deeper)
-    forward = Part(forward.peak + freed, forward.net + freed + sum(whole.freed.values()), spent)
-    if sharding is not None:
-        deep, static, backward = sharding.step(deep), sharding.static(static), sharding.head(backward)
+    forward = dataclasses.replace(forward, nanoseconds=spent)
+    if training.sharded:
+        sharding = Sharding(model, training)
+        steps = {action: sharding.step(step) for action, step in steps.items()}
+        static = sharding.static(static)
+        backward = sharding.head(backward)
+    ends = {action: each.ends for action, each in measured.items()}
+    kept_bytes = sum(call.forward.net - whole.lent[call.name[0]] for call in whole.step.calls)
+    freed_bytes = sum(map(sum, whole.ends.values()))
     found = find_blocks(model.base)
-    named = {block.name: block for stack in model.stacks for block in stack.blocks}
-    costs = costs_of_step(
-        deep,
-        [named[name] for name in like],
-        {(name, 0): kinds[block] for name, block in like.items()},
-        changes,
-        ratios,
-        actions,
-        {number: whole.freed[block] for block, number in kinds.items()},
-        tuple(_stack_ends(list(like.values()), {action: each.ends for action, each in steps.items()})),
-    )
-    return dataclasses.replace(
-        costs,
+    return Costs(
+        actions=tuple(measured),
+        calls=tuple(_costs_of_calls(places, steps, measured)),
+        before=steps[FULL].before,
+        at_backward_bytes=whole.step.at_backward_bytes - whole.step.before.net - kept_bytes + freed_bytes,
+        head=(forward, backward),
+        input_bytes=max(0, round(statistics.median(call.forward.net for call in steps[FULL].calls))),
+        static=static,
+        ends=tuple(_stack_ends(places.values(), ends)),
         family=found.family,
         model=found.model,
-        tokens=asked.rows * max(asked.tokens, asked.target_tokens or 0) if "input_ids" in step.batch else 0,
-        sequences=asked.batch,
+        tokens=training.rows * max(training.tokens, training.target_tokens or 0) if "input_ids" in batch else 0,
+        sequences=training.batch,
         has_host=device.host_bandwidth > 0,
-        head_tokens=head,
-        chunks_help=whole.chunks_help and head == "full" and not asked.sharded,
-        head=(forward, backward),
-        static=static,
-        blocks=tuple(named.values()),
-        accumulation=asked.accumulation,
+        blocks=tuple(block for stack in model.stacks for block in stack.blocks),
+        accumulation=training.accumulation,
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
+        head_tokens=training.head,
+        chunks_help=whole.chunks_help and training.head == "full" and not training.sharded,
     )
 
 
-def _static(model: ShallowModel, asked: Question, batch: Mapping[str, Any], device: Device) -> Static:
+def _costs_of_calls(
+    places: Mapping[Block, str], steps: Mapping[Action, Step], measured: Mapping[Action, _Measured]
+) -> Iterator[CallCosts]:
+    """What each call of the real model costs under every action, from the steps at their real depth."""
+    for number, (block, name) in enumerate(places.items()):
+        calls = {action: step.calls[number] for action, step in steps.items()}
+        lent = {action: each.lent[name] for action, each in measured.items()}
+        full, left = calls[FULL], 0
+        if full.backward is None:  # nothing to recompute
+            costs = {KEEP: Cost(full.forward, Part(), lent[FULL])}
+        else:
+            costs = {
+                action: Cost(call.forward, call.backward, lent[action])
+                for action, call in calls.items()
+                if call.backward is not None
+            }
+            left = full.backward.net + full.forward.net - lent[FULL] - sum(measured[FULL].ends.get(name, ()))
+        yield CallCosts((block,), left, costs)
+
+
+def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any], device: Device) -> Static:
     """What is alive at every moment, before weights are split over ranks."""
-    size = DTYPES[asked.dtype].itemsize  # of shards, which have the type of the weights
-    tensors = [(shape, size if asked.sharded else own, trained) for shape, own, trained in model.tensors]
-    state, temporary = optimizer_bytes(tensors, asked.optimizer, on_cpu=device.name == "cpu")
+    size = DTYPES[training.dtype].itemsize  # of shards, which have the type of the weights
+    tensors = [(shape, size if training.sharded else own, trained) for shape, own, trained in model.tensors]
+    state, temporary = optimizer_bytes(tensors, training.optimizer, on_cpu=device.name == "cpu")
     # A second model as large as the first, with a copy in autocast's type that is alive during the forward.
-    reference = nbytes(model.tensors) if asked.reference == "model" else 0
-    if reference and asked.autocast_name:
-        copied = DTYPES[asked.autocast_name].itemsize
+    reference = nbytes(model.tensors) if training.reference == "model" else 0
+    if reference and training.autocast_name:
+        copied = DTYPES[training.autocast_name].itemsize
         reference += sum(math.prod(shape) * copied for shape, own, _ in model.tensors if own > 2)
     return Static(
         parameters=nbytes(model.tensors) + reference,
@@ -147,9 +156,9 @@ def _static(model: ShallowModel, asked: Question, batch: Mapping[str, Any], devi
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(model: ShallowModel, asked: Question, device: Device, action: Action, head: int | str) -> _Measured:
+def _measure(model: ShallowModel, training: Question, device: Device, action: Action, head: int | str) -> _Measured:
     """Measure one micro-step of the shallow model with all blocks under one action; once for each."""
-    key = dataclasses.replace(asked, **OF_THE_PLAN, optimizer="adamw"), device, action, head
+    key = dataclasses.replace(training, **OF_THE_PLAN, optimizer="adamw"), device, action, head
     if key in model.measured:
         found: _Measured = model.measured[key]
         return found
@@ -158,53 +167,40 @@ def _measure(model: ShallowModel, asked: Question, device: Device, action: Actio
     plan = Plan(blocks.family, blocks.model, tuple((block, action) for block in blocks.blocks), head=head)
     try:
         # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
-        stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not asked.sharded)
+        stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         with trial(base, plan), stay, model.fake, compat.fakes.running(on_accelerator=device.name != "cpu"):
-            model.measured[key] = measured = _run(base, blocks.modules, asked, device)
+            model.measured[key] = measured = _run(base, blocks.modules, training, device)
             return measured
     except HfCkptError:
         raise
     except Exception as error:
         reason = f"it does not run without its weights: {type(error).__name__}: {error}"
-        if compat.fakes.depends_on_values(error):  # experts called one by one
-            reason = (
-                f"how large its tensors are depends on their values ({error}). If that is how tokens find their "
-                'experts, load the model with experts_implementation="grouped_mm" or "batched_mm"'
-            )
+        if compat.fakes.depends_on_values(error):
+            advice = 'Experts that are called one by one need experts_implementation="grouped_mm" or "batched_mm"'
+            reason = f"how large its tensors are depends on their values ({error}). {advice}"
         raise HfCkptError(f"{blocks.model} cannot be planned for, because {reason}. Other policies work.") from error
     finally:
         for parameter in base.parameters():
             parameter.grad = None
 
 
-def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, device: Device) -> _Measured:
-    step = micro_step(asked, model)
-    inputs: dict[str, Any] = {
-        name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-        for name, value in step.batch.items()
-    }
-    if compat.transformers.wants_use_cache(model):
-        inputs["use_cache"] = False
-    if asked.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
+def _run(model: nn.Module, modules: Mapping[str, nn.Module], training: Question, device: Device) -> _Measured:
+    step = micro_step(training, model)
+    if training.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    padded = asked.padded or (asked.packing and not asked.attention.startswith("flash_attention"))
-    meter = FakeMeter(device.nanoseconds, model, inputs, padded=padded, casts=device.name == "cpu")
+    padded = training.padded or (training.packing and not training.attention.startswith("flash_attention"))
+    meter = FakeMeter(device.nanoseconds, model, step.batch, padded=padded, casts=device.name == "cpu")
     levels = Levels(meter, meter)
-    autocast = DTYPES[asked.autocast_name] if asked.autocast_name else None
-    called: set[str] = set()
+    autocast = DTYPES[training.autocast_name] if training.autocast_name else None
 
     def mark(what: str, block: str = "", has_graph: bool = True, action: Action | None = None) -> None:
         if what == "forward":
-            if block in called:
-                raise HfCkptError(
-                    f"{type(model).__name__} cannot be planned for before a run, because a step calls its blocks "
-                    "several times. A budget that is measured in the run works."
-                )
-            called.add(block)
-            meter.part, meter.next_part = block, None
+            meter.part = block
+            meter.next_part = None
         elif what == "forwarded":
-            meter.part, meter.next_part = ("returned", block), ("behind", block)
+            meter.part = "returned", block
+            meter.next_part = "behind", block
         levels.mark(what, block, has_graph)
 
     def note_input(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -215,8 +211,7 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
     with contextlib.ExitStack() as cleanup:
         for name, module in modules.items():
             if name.endswith(".0"):
-                hook = module.register_forward_pre_hook(note_input, with_kwargs=True)
-                cleanup.callback(hook.remove)
+                cleanup.callback(module.register_forward_pre_hook(note_input, with_kwargs=True).remove)
         boundaries = Boundaries(modules, mark, head=vocabulary_head(model))
         cleanup.callback(boundaries.remove)
         if step.forward is not None:
@@ -226,46 +221,40 @@ def _run(model: nn.Module, modules: Mapping[str, nn.Module], asked: Question, de
             meter.part = "before"
             mark("begin")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-                loss, reference = _loss(model, inputs, asked, step, meter)
+                loss = _loss(model, training, step, mark)
                 meter.part = "exit"
-            meter.part = meter.next_part = None
+            meter.part = None
+            meter.next_part = None
             mark("loss")
             loss.backward()  # type: ignore[no-untyped-call]
-    measured = _measured(levels.levels(), meter.freed, reference, type(model).__name__)
-    return dataclasses.replace(measured, chunks_help=boundaries.chunks_help)
+    return _measured(levels.levels(), meter.freed, type(model).__name__, boundaries.chunks_help)
 
 
-def _loss(
-    model: nn.Module, inputs: Mapping[str, Any], asked: Question, step: MicroStep, meter: FakeMeter
-) -> tuple[torch.Tensor, float]:
-    """The loss, and `_Measured.reference`. As in a Trainer, the outputs are freed before the backward."""
-    stamps, held = [meter.stamp()], None
-    outputs = model(**inputs)
-    stamps.append(meter.stamp())
-    if asked.reference is not None:
-        off = compat.peft.adapters_off(model) if asked.reference == "adapters-off" else contextlib.nullcontext()
+def _loss(model: nn.Module, training: Question, step: MicroStep, mark: Callable[[str], None]) -> torch.Tensor:
+    """The loss. As in a Trainer, the outputs are freed before the backward."""
+    outputs = model(**step.batch)
+    mark("outputs")
+    held = None
+    if training.reference is not None:
+        off = compat.peft.adapters_off(model) if training.reference == "adapters-off" else contextlib.nullcontext()
         with torch.no_grad(), off:
-            held = model(**inputs)
-    begun, forwarded, ended = *stamps, meter.stamp()
+            held = model(**step.batch)
+    mark("reference")
     loss: torch.Tensor = step.loss(outputs) if step.loss is not None else outputs.loss
     del held
-    return loss, (ended - forwarded) / max(1, forwarded - begun)
+    return loss
 
 
-def _measured(levels: Sequence[Level], freed: Mapping[tuple[Any, Any], int], reference: float, model: str) -> _Measured:
+def _measured(
+    levels: Sequence[Level], freed: Mapping[tuple[Any, Any], int], model: str, chunks_help: bool
+) -> _Measured:
     """What was measured, from the levels of a step and (part that allocated memory, part in which it was freed) ->
     bytes."""
-    step = step_of(levels)
-    if step is None:
-        raise HfCkptError(f"{model} cannot be planned for, because no block has a backward of its own.")
-    whats = [level.what for level in levels]
-    loss, backward = whats.index("loss"), whats.index("backward")
-    forwarded = max(place for place, what in enumerate(whats) if what == "forwarded")
-    head = part_of(levels, forwarded, loss), part_of(levels, loss, backward)
+    step = _step_of(levels, model)
     blocks = [name for name, _ in step.names]
     last = blocks[-1]
-    own = {block: freed[block, "exit"] + freed[("behind", block), "exit"] for block in blocks}
-    own[last] += freed[last, ("behind", last)]
+    lent = {block: freed[block, "exit"] + freed[("behind", block), "exit"] for block in blocks}
+    lent[last] += freed[last, ("behind", last)]
     ends: dict[str, tuple[int, int]] = {}
     before: Any = "before"
     for stack, group in itertools.groupby(blocks, _stack_of):
@@ -276,14 +265,37 @@ def _measured(levels: Sequence[Level], freed: Mapping[tuple[Any, Any], int], ref
         shared -= freed[others[-1], when[0]] if others else 0  # the input of the last call
         ends[end] = sum(freed[("input", stack), part] for part in when), shared
         before = "behind", end
+    input_bytes = freed[blocks[-2], ("returned", last)] if len(blocks) > 1 else 0
     calls = []
-    for call in step.calls[:-1]:
-        part = call.forward.then(call.behind)
-        part = dataclasses.replace(part, net=part.net + sum(ends.get(call.name[0], ())))
+    for call in step.calls:
+        if call.name[0] == last:
+            part = call.forward.then(Part(net=-input_bytes))
+        else:
+            part = call.forward.then(call.behind)
+            net = part.net + sum(ends.get(call.name[0], ()))
+            part = dataclasses.replace(part, peak=max(part.peak, net), net=net)
         calls.append(dataclasses.replace(call, forward=part, behind=Part()))
-    step = dataclasses.replace(step, calls=(*calls, step.calls[-1]))
-    input_freed = freed[blocks[-2], ("returned", last)] if len(blocks) > 1 else 0
-    return _Measured(step, own, ends, input_freed, head, reference)
+    whats = [level.what for level in levels]
+    loss = whats.index("loss")
+    backward = whats.index("backward")
+    forwarded = max(place for place, what in enumerate(whats) if what == "forwarded")
+    # The head begins when the input of the last call and what its stack frees are gone.
+    forward = Part(net=input_bytes + sum(ends[last])).then(part_of(levels, forwarded, loss))
+    forward = dataclasses.replace(forward, net=forward.net + sum(lent.values()))
+    head = forward, part_of(levels, loss, backward)
+    forward_nanoseconds = part_of(levels, 0, whats.index("outputs")).nanoseconds
+    ratio = levels[whats.index("reference")].nanoseconds / max(1, forward_nanoseconds)
+    return _Measured(dataclasses.replace(step, calls=tuple(calls)), lent, ends, head, ratio, chunks_help)
+
+
+def _step_of(levels: Sequence[Level], model: str) -> Step:
+    """The step between these levels. Raises `HfCkptError` if it cannot be planned for."""
+    step = step_of(levels)
+    if step is None:
+        raise HfCkptError(f"no block of {model} has a backward of its own: {NO_PLAN}")
+    if any(call for _, call in step.names):
+        raise HfCkptError(f"a step of {model} calls its blocks several times: {NO_PLAN}")
+    return step
 
 
 def _stack_of(block: str) -> str:
@@ -294,47 +306,37 @@ def _stack_of(block: str) -> str:
 # --- from the shallow model to the real one ---------------------------------------------------------------------------
 
 
-def _at_real_depth(model: ShallowModel, measured: _Measured) -> tuple[Step, dict[str, str]]:
-    """The step of the real model; and for each of its blocks that is called, the block of the shallow model that stands
-    for it, in the order of the calls."""
-    step = measured.step
+def _places(model: ShallowModel, step: Step) -> dict[Block, str]:
+    """The blocks of the real model that a step calls, in the order of the calls, with the names of the blocks of the
+    shallow model that stand for them."""
     stacks = {stack.container: stack for stack in model.stacks}
-    by_block = {call.name[0]: call for call in step.calls}
-    calls, like = [], {}
-    for container in dict.fromkeys(map(_stack_of, by_block)):
+    called = [name for name, _ in step.names]
+    places = {}
+    for container in dict.fromkeys(map(_stack_of, called)):
         for block, position in zip(stacks[container].blocks, stacks[container].like, strict=True):
-            call = by_block.get(f"{container}.{position}")
-            if call is not None:  # otherwise the step skips this block
-                calls.append(dataclasses.replace(call, name=(block.name, 0)))
-                like[block.name] = call.name[0]
-    kept = sum(call.forward.net - measured.freed[like[call.name[0]]] for call in calls)
-    kept -= sum(call.forward.net - measured.freed[call.name[0]] for call in step.calls)
-    begun = step.at_backward_bytes + kept
-    return dataclasses.replace(step, calls=tuple(calls), at_backward_bytes=begun), like
+            name = f"{container}.{position}"
+            if name in called:
+                places[block] = name
+    return places
 
 
-def _stack_ends(blocks: list[str], ends: Mapping[Action, Mapping[str, tuple[int, int]]]) -> Iterator[StackEnd]:
+def _at_real_depth(step: Step, places: Mapping[Block, str]) -> Step:
+    """The step with a call of every block of the real model."""
+    by_name = {call.name[0]: call for call in step.calls}
+    calls = (dataclasses.replace(by_name[name], name=(block.name, 0)) for block, name in places.items())
+    return dataclasses.replace(step, calls=tuple(calls))
+
+
+def _forward_nanoseconds(step: Step) -> int:
+    return sum(call.forward.nanoseconds for call in step.calls)
+
+
+def _stack_ends(called: Iterable[str], ends: Mapping[Action, Mapping[str, tuple[int, int]]]) -> Iterator[StackEnd]:
     """What is freed at the ends of stacks, for calls at their real depth."""
     first = 0
-    for _, group in itertools.groupby(blocks, _stack_of):
-        *_, end = found = list(group)
-        own, shared = ({action: sizes[end][part] for action, sizes in ends.items()} for part in (0, 1))
-        yield StackEnd(first, first + len(found) - 1, own, shared)
-        first += len(found)
-
-
-def _change(full: _Measured, other: _Measured, block: str) -> tuple[Change, float] | None:
-    """What an action changes in a block of the shallow model, compared with `full`, and its time as a multiple of that
-    under `full`; None if the block has no backward."""
-    whole, part = full.step[block, 0], other.step[block, 0]
-    if not (whole and part and whole.backward and part.backward):
-        return None
-    is_last = whole is full.step.calls[-1]
-    change = Change(
-        forward_peak=part.forward.peak - whole.forward.peak,
-        forward_net=part.forward.net - whole.forward.net - is_last * (other.input_freed - full.input_freed),
-        later=full.freed[block] - other.freed[block],
-        backward_peak=part.backward.peak - whole.backward.peak,
-    )
-    spent = part.forward.nanoseconds + part.backward.nanoseconds
-    return change, spent / max(1, whole.forward.nanoseconds + whole.backward.nanoseconds)
+    for _, group in itertools.groupby(called, _stack_of):
+        *others, end = group
+        inputs = {action: sizes[end][0] for action, sizes in ends.items()}
+        shared = {action: sizes[end][1] for action, sizes in ends.items()}
+        yield StackEnd(first, first + len(others), inputs, shared)
+        first += len(others) + 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
-from hf_ckpt.costs.costs import OFFLOADED, Choice, Costs, step_nanoseconds, timeline
+from hf_ckpt.costs.costs import Choice, Costs, step_nanoseconds, timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.choose import fastest, lowest_peak
 from hf_ckpt.spec.actions import KEEP, Action
@@ -85,19 +84,14 @@ def frontier(ways: Sequence[Costs], points: int = 24) -> dict[int, Plan]:
 
     Args:
         ways: the candidates to plan with.
-        points: how many budgets; plans that are not faster than the previous one are left out.
+        points: how many budgets; several may have one plan.
     """
     low = peak_of_least(ways)
     high = max(low, timeline(ways[0], ways[0].uniform(KEEP)).peak_bytes)
-    plans: dict[int, Plan] = {}
-    seconds = math.inf
-    for number in range(points):
-        plan = plan_within(ways, low + (high - low) * number // max(points - 1, 1))
-        assert plan.prediction is not None
-        if plan.prediction.step_seconds < seconds:
-            seconds = plan.prediction.step_seconds
-            plans[plan.prediction.peak_bytes] = plan
-    return plans
+    plans = [plan_within(ways, low + (high - low) * number // max(points - 1, 1)) for number in range(points)]
+    # Of equally fast plans, that with the lowest peak stays.
+    by_seconds = {plan.prediction.step_seconds: plan for plan in reversed(plans) if plan.prediction}
+    return {plan.prediction.peak_bytes: plan for plan in reversed(by_seconds.values()) if plan.prediction}
 
 
 def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
@@ -149,36 +143,23 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     """The error for a budget below the lowest peak of `costs`."""
     lowest = fastest(costs, lowest_peak(costs))
     assert lowest is not None
-    course, static = timeline(costs, lowest), costs.static
+    course = timeline(costs, lowest)
     parts = course.worst.parts()
-    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    if static.always + static.gradients > budget_bytes:
-        hints = [  # a run does not measure weights apart from the optimizer's state
-            f"weights and optimizer state {format_bytes(static.always)} and gradients {format_bytes(static.gradients)} "
-            "alone need more: use LoRA, an optimizer with a smaller state or a smaller model, or shard them"
-        ]
-    elif "optimizer" in course.worst.label:
-        hints = [
-            "the optimizer's step is the peak, whatever blocks do: LoRA, an optimizer with a smaller state or without "
-            "temporary copies (`fused=True`), or weights sharded over more devices"
-        ]
-    else:
-        hints = [_fewer_tokens(costs)]
+    hints = [_fewer_tokens(costs)]
+    if costs.static.always + costs.static.gradients > budget_bytes or "optimizer" in course.worst.label:
+        alone = f"weights, gradients and the optimizer alone need {format_bytes(costs.static.beside)}"
+        hints = [f"{alone}: use LoRA, an optimizer with a smaller state or step, or shard them"]
     if course.is_heads:
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.chunks_help else ""
         size = format_bytes(parts[f"temporary in {course.worst.label}"])
         hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
     if kept and course.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1 and costs.has_host:
-        some = "a" if set(OFFLOADED.values()).isdisjoint(costs.actions) else "a larger"
-        hints.append(f"what blocks keep is {format_bytes(kept)} of it: {some} `host_budget`, to hold it in host memory")
-    error = InfeasibleError(
-        budget_bytes,
-        course.peak_bytes,
-        parts,
-        hints,
-        f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {format_bytes(course.peak_bytes)} "
-        f"({shown}), {format_bytes(course.peak_bytes - budget_bytes)} too much. What would lower it:",
-    )
+        hints.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget` holds it in host memory")
+    filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    above = f"{filled}), {format_bytes(course.peak_bytes - budget_bytes)} too much. What would lower it:"
+    lowest_bytes = format_bytes(course.peak_bytes)
+    message = f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {lowest_bytes} ({above}"
+    error = InfeasibleError(budget_bytes, course.peak_bytes, parts, hints, message)
     error.notes = costs.notes
     return error

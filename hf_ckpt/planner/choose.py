@@ -108,7 +108,7 @@ class _Table:
         return tuple(actions)
 
 
-_table = functools.lru_cache(maxsize=8)(_Table)
+_table = functools.lru_cache(maxsize=64)(_Table)
 
 
 def _front(first: Numbers, second: Numbers, width: int | None = None) -> Numbers:

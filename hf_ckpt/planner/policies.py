@@ -46,12 +46,12 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
                 continue
             numbers = numbers_of_runs(len(of_stack), count)
             actions |= {block: Action("full", segment=number) for block, number in zip(of_stack, numbers, strict=True)}
-    elif spec.policy != "none" and spec.layers is None:
-        # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
-        chosen = [block for block in blocks if block.index % spec.every_n_layers == 0]
     elif spec.policy != "none":
-        for stack, text in [(None, spec.layers)] if isinstance(spec.layers, str) else spec.layers or ():
+        layers = spec.layers or "0-"
+        for stack, text in [(None, layers)] if isinstance(layers, str) else layers:
             chosen += _select(text, stack, stacks, "`layers`", problems)
+        # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
+        chosen = [block for block in chosen if block.index % spec.every_n_layers == 0]
     actions |= dict.fromkeys(chosen, _action(spec, spec.policy, spec.save, spec.share))
     for number, rule in enumerate(spec.rules):
         # A rule of a whole stack may come from a policy for each stack, where nobody counted rules.

@@ -72,51 +72,51 @@ def plan(folder, monkeypatch, capsys):
 OPTIM = "optim: adamw_torch_fused"
 ANSWERS = {
     ". --device 4090": (
-        "every weight, weights bfloat16, no autocast, adamw, batch 1 x 512 tokens, sdpa; RTX 4090, budget 21.17 GiB",
+        "--batch 1 --seq 512 --dtype bfloat16 --autocast none --optimizer adamw --attention sdpa; LlamaForCausalLM on "
+        "RTX 4090, budget 21.17 GiB",
         f"{{per_device_train_batch_size: 1, {OPTIM}, gradient_checkpointing: false}}",
-        "bfloat16",
+        "",
     ),
     ". --ranks 8 --parallel fsdp2 --device h100": (  # what is trained is in float32, as accelerate casts it
-        "weights float32, autocast bfloat16, adamw, batch 1 x 512 tokens, sdpa, 8 ranks (fsdp2); H100 SXM, budget 71",
+        "--dtype float32 --autocast bfloat16 --optimizer adamw --attention sdpa --ranks 8 --parallel fsdp2; Llama",
         f"{{per_device_train_batch_size: 1, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
-        "float32",
+        "",
     ),
     f". --batch 2 {QLORA} --device 4090": (
-        "LoRA r=8 on every linear layer, base in 4 bits, the rest in float32, weights bfloat16, autocast bfloat16",
+        "--batch 2 --seq 512 --lora 8 --load-in-4bit --dtype bfloat16 --autocast bfloat16 --optimizer adamw",
         f"{{per_device_train_batch_size: 2, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
-        "bfloat16 BitsAndBytesConfig bfloat16 prepare_model_for_kbit_training LoraConfig",
+        "prepare_model_for_kbit_training",
     ),
     f". {QLORA} --trainer sft --packing --ranks 4 --accum 2 --device t4": (
-        "base in 4 bits, weights float16, autocast float16 (a T4 has no bfloat16), adamw, batch 1 x 512 tokens x 2 "
-        "micro-steps, sdpa, SFT of TRL, packed, 4 ranks (ddp); T4, budget 13.10 GiB",
+        "--lora 8 --load-in-4bit --dtype float16 --autocast float16 --optimizer adamw --accum 2 --attention sdpa "
+        "--trainer sft --packing --ranks 4; LlamaForCausalLM on T4, budget 13.10 GiB",
         "{per_device_train_batch_size: 1, gradient_accumulation_steps: 2, max_length: 512, packing: true, "
         f"{OPTIM}, fp16: true, gradient_checkpointing: false}}",
-        "float16 BitsAndBytesConfig float16 LoraConfig",
+        "",
     ),
     ". --batch 4 --seq 128 --packing --head auto --device cpu --budget 3MiB": (
-        "adamw, batch 4 x 128 tokens, sdpa, packed; this CPU, budget 3.00 MiB",
+        "--batch 4 --seq 128 --dtype bfloat16 --autocast none --optimizer adamw --attention sdpa --packing; LlamaFor",
         f"{{per_device_train_batch_size: 4, {OPTIM}, gradient_checkpointing: true, "
         "gradient_checkpointing_kwargs: {policy: budget, budget: 3MiB, head: auto}}",
-        "bfloat16 DataCollatorWithFlattening install hf_ckpt",
+        "DataCollatorWithFlattening install hf_ckpt",
     ),
     "--config axolotl.yaml --device 4090 --budget 3MiB": (
-        "LoRA r=8 on every linear layer, weights bfloat16, autocast bfloat16, adafactor, batch 4 x 128 tokens, sdpa, "
-        "packed; RTX 4090, budget 3.00 MiB",
+        "--batch 4 --seq 128 --lora 8 --no-kbit-preparation --dtype bfloat16 --autocast bfloat16 --optimizer adafactor",
         "{policy: budget, budget: 3MiB}",
         "",
     ),
     "--config factory.yaml --batch 3 --device 4090 --budget 2300KiB": (
-        "weights bfloat16, autocast bfloat16, adamw_torch_fused, batch 3 x 128 tokens, sdpa; RTX 4090, budget 2.25 MiB",
+        "--dtype bfloat16 --autocast bfloat16 --optimizer adamw_torch_fused",
         "{policy: budget, budget: 2MiB}",
         "",
     ),
     "mini-llama --batch 64 --seq 4096 --device t4 --budget 90GiB": (
-        "weights float32, autocast float16 (a T4 has no bfloat16), adamw, batch 64 x 4096 tokens, sdpa; T4, budget 90",
+        "--batch 64 --seq 4096 --dtype float32 --autocast float16 --optimizer adamw --attention sdpa; LlamaForCausalLM",
         f"{{per_device_train_batch_size: 64, {OPTIM}, fp16: true, gradient_checkpointing: false}}",
-        "float32",
+        "",
     ),
 }
-"""Options -> what is assumed; training arguments; types, functions and modules in the code to copy."""
+"""Options -> what is assumed; training arguments; functions and modules in the code to copy."""
 
 
 @pytest.mark.parametrize("options", ANSWERS)
@@ -134,7 +134,7 @@ def test_a_question_has_its_answer(options, plan):
     assert assumed in found["assumed"]
     written, *lines = found["write"].values()
     assert yaml.safe_load(written) == yaml.safe_load(arguments)
-    assert re.findall(r"\w+(?=\()|(?<=-m )\w+|(?<=torch\.)\w+", "".join(lines)) == code.split()
+    assert re.findall(r"\w+(?=\()|(?<=-m )\w+", "".join(lines)) == code.split()
     kwargs = yaml.safe_load(written).get("gradient_checkpointing_kwargs", {"policy": "none"})
     assert "--config" in options or Spec.parse(kwargs) == Spec.parse(found["rows"][0]["spec"])
 
@@ -265,16 +265,5 @@ def test_experts_that_keep_their_bits_are_told(prepared):
     asked = {"lora": 4, "lora_targets": ("q_proj",), "load_in_4bit": True, "kbit_preparation": prepared}
     notes = hf_ckpt.predict(config, tokens=64, device="t4", **asked).notes
     assert any(note.startswith("MixtralForCausalLM is of no known family") for note in notes)
-    experts = next(note for note in notes if " of the weights are experts" in note)
-    assert ("PEFT's preparation casts them to float32" in experts) == prepared
-
-
-def test_the_largest_batch_has_a_row_of_its_own(folder):
-    asked = {"tokens": 64, "device": "a10", "budget": "1100KiB"}
-    rows = hf_ckpt.predict(folder, 2, max_batch=True, **asked).rows
-    (row,) = [row for row in rows if row.name.startswith("largest")]
-    batch = int(row.name.removeprefix("largest batch: "))
-    assert (row.options, row.fits) == (f"--batch {batch}", True)
-    assert hf_ckpt.predict(folder, batch, **asked).peak_bytes == row.peak_bytes
-    with pytest.raises(InfeasibleError):
-        hf_ckpt.predict(folder, batch + 1, **asked)
+    experts = next(note for note in notes if " of the weights are stacked experts" in note)
+    assert ("--no-kbit-preparation leaves them in 16 bits" in experts) == prepared

@@ -67,9 +67,9 @@ def test_files_that_are_no_configs_are_refused_by_name(text, tmp_path):
 @pytest.mark.parametrize(
     ("method", "bits", "fields", "said"),
     [
-        ("gptq", 4, {}, "are quantised by gptq, which cannot be planned for"),
+        ("gptq", 4, {}, "are quantised by gptq: this cannot be planned for"),
         ("bitsandbytes", 4, {}, "in 4 bits: give load_in_4bit"),
-        ("bitsandbytes", 8, {"load_in_4bit": True, "lora": 2}, "by bitsandbytes, which"),
+        ("bitsandbytes", 8, {"load_in_4bit": True, "lora": 2}, "by bitsandbytes: this"),
         ("bitsandbytes", 4, {"load_in_4bit": True, "lora": 2}, ""),
         ("mxfp4", 4, {}, ""),
     ],

@@ -147,7 +147,7 @@ def costs_of(name: str, folder: Path) -> Costs:
     ROWS[name].made_config().to_json_file(path, use_diff=False)
     asked = {"model": str(path), "batch": 4, "tokens": 256, "device": "cpu", **ROWS[name].fields}
     forecaster = Forecaster(question(asked))
-    return forecaster.costs_of(forecaster.asked)
+    return forecaster.costs_of(forecaster.training)
 
 
 # --- counted ----------------------------------------------------------------------------------------------------------

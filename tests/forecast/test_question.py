@@ -17,7 +17,7 @@ from hf_ckpt.measure import memory
 
 TEXT = """--accum 2; --architecture AClass; --attention eager; --autocast none; --batch 3; --budget 5MiB; --device t4;
 --dtype float32; --head 64; --host-budget 8GiB; --image-size 224; --images 2; --load-in-4bit --lora 8; --lora 8;
---lora-dropout 0.05; --lora-targets q,v; --max-batch; --no-double-quant; --no-kbit-preparation; --optimizer lion;
+--lora-dropout 0.05; --lora-targets q,v; --no-double-quant; --no-kbit-preparation; --optimizer lion;
 --packing; --padded; --parallel fsdp2 --ranks 2; --ranks 2; --seconds 4.0; --seq 9; --target-seq 7; --trainer dpo"""
 OPTIONS = TEXT.replace("\n", " ").split("; ")
 """Every option, with a value that is not its default, and with options that it needs."""
@@ -99,5 +99,5 @@ def test_devices_are_known_by_the_names_that_they_report(name, reported, monkeyp
 )
 def test_devices_are_understood_as_people_write_them(name, row):
     assert device_named(name) is DEVICES[row]
-    with pytest.raises(HfCkptError, match="'b300' is not a known device; did you mean b200"):
+    with pytest.raises(HfCkptError, match="'b300' is not a known device: use b200"):
         device_named("b300")

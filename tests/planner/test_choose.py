@@ -138,10 +138,9 @@ def test_if_the_optimizers_step_is_the_peak_no_block_is_recomputed_in_vain(costs
 
 MIB = 2**20
 STATE = Static(MIB, optimizer=2 * MIB, gradients=MIB)
-STATE_ALONE = "weights and optimizer state 3.00 MiB and gradients 1.00 MiB alone need more"
+STATE_ALONE = "weights, gradients and the optimizer alone need"
 SMALLER = "a smaller batch with as many more accumulated steps, or shorter sequences"
 HEAD = "the head and its loss are the peak, with"
-STEP = "the optimizer's step is the peak, whatever blocks do"
 ERRORS = {
     "logits": (
         {"head": 100_000, "chunks_help": True},
@@ -150,9 +149,14 @@ ERRORS = {
         ["LoRA", "what blocks keep"],
     ),
     "logits of another head": ({"head": 100_000}, 100_000, [HEAD, "fewer tokens", SMALLER], ["chunks"]),
-    "state": ({"static": STATE}, 3 * MIB, [STATE_ALONE, "use LoRA"], ["a smaller batch", "head"]),
-    "step": ({"static": dataclasses.replace(STATE, step_bytes=MIB)}, 5 * MIB - 1, [STEP], ["a smaller batch"]),
-    "blocks": ({"count": 40, "head": 2}, 200, [SMALLER, "what blocks keep is", ": a `host"], [HEAD, "LoRA"]),
+    "state": ({"static": STATE}, 3 * MIB, [f"{STATE_ALONE} 4.00 MiB", "use LoRA"], ["a smaller batch", "head"]),
+    "step": (
+        {"static": dataclasses.replace(STATE, step_bytes=MIB)},
+        5 * MIB - 1,
+        [f"{STATE_ALONE} 5.00 MiB"],
+        ["a smaller batch"],
+    ),
+    "blocks": ({"count": 40, "head": 2}, 200, [SMALLER, "what blocks keep is", ": a larger `host"], [HEAD, "LoRA"]),
     "a sequence on a host": (
         {"count": 40, "head": 2, "sequences": 1, "has_host": False},
         200,
