@@ -26,6 +26,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.training.guard import tighten
@@ -331,6 +332,29 @@ def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
     assert session.measured_steps == steps + 6
     assert len(session.known.full) == 3
     assert {"4 x 16 tokens", "4 x 40 tokens", "4 x 64 tokens"} <= hf_ckpt.describe(model).plans.keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("room", [1.1, 1.25])
+def test_tight_budgets_get_plans_after_few_steps(family, room):
+    """Little above the peak of `full`, something else is tried wherever it fits; measuring needs no more than `full`."""
+    batch = tiny_batch(family, batch=4, tokens=64)
+    layers = 3 if family == "t5" else 6
+    full = model_of(family, layers=layers)
+    planned(full, "full")
+    least = live_peak(full, batch)
+    model = model_of(family, layers=layers)
+    budgeted(model, round(room * least))
+    phases = []
+    while not phases or phases[-1] is not Phase.CHECK:
+        with LiveBytes(model, batch) as live:
+            forward_and_backward(model, batch)
+        model.zero_grad(set_to_none=True)
+        phases.append(installation(model).planned.phase)
+        assert live.peak_bytes <= (1.01 * least if phases[-1] is Phase.MEASURE else room * least)
+    assert len(phases) - phases.count(Phase.RACE) - 1 <= 2 + TIMED_STEPS
+    plans = [entrant.plan for entrant in installation(model).session._entered.entrants]
+    assert not all(set(dict(plan.actions).values()) == {FULL} for plan in plans)
 
 
 # --- what a step holds ------------------------------------------------------------------------------------------------
