@@ -207,7 +207,7 @@ class Installation:
     """The `training.install.Decider`, which enable calls and training forwards ask; None if the plan is fixed."""
     planned: Any = None
     """The decider's own record of the batch that it last planned for; None before the first. Its attributes are `plan`,
-    `measures` and `phase`, see `training.session.Planned`; `plans`, every plan by a description of its batch; and
+    `measures` and `measuring`, see `training.session.Planned`; `plans`, every plan by a description of its batch; and
     `measured_bytes`, the real peak of a step under the plan."""
     session: Any = None
     """The decider's `training.session.Session`, which measures and plans for the batches of this run under `budget` and
@@ -233,9 +233,8 @@ class Installation:
             return None
         if self.planned is None:
             return f"`{self.spec.policy}` measures the first training steps, and then plans"
-        if not self.planned.measures:
-            return None
-        return f"measuring ({self.planned.phase.value})"
+        why: str | None = self.planned.measuring
+        return why
 
     @property
     def waits(self) -> bool:

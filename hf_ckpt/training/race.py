@@ -3,14 +3,15 @@ the host, or the device for them, in other ways than in a plan."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hf_ckpt.costs.costs import Costs
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
+from hf_ckpt.training.batches import Batch
 
 RACE_STEPS = 3
 """Steps of each plan that are timed. The median counts, so that the first may be slower."""
@@ -27,11 +28,21 @@ class Entrant:
     """Its predicted time."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """The plans that may be the fastest for a batch."""
+
+    batch: Batch
+    entrants: tuple[Entrant, ...]
+    hints: tuple[str, ...] = ()
+    """What would lower the peak, if none of them fits; then there is one."""
+
+
 class Race:
     """Times of whole steps of a run, relative to their predictions, so that batches of all shapes count."""
 
     def __init__(self) -> None:
-        self._ratios: dict[tuple[Action, ...], list[float]] = collections.defaultdict(list)
+        self.ratios: dict[tuple[Action, ...], list[float]] = {}
         """Way to plan -> measured time of each step, as a multiple of the predicted one."""
 
     def next(self, entrants: Sequence[Entrant]) -> Entrant | None:
@@ -44,17 +55,23 @@ class Race:
         """Store the time of a step under a plan, for all ways that make this plan."""
         for entrant in entrants:
             if entrant.plan.actions == plan.actions:
-                self._ratios[entrant.way].append(nanoseconds / 1e9 / max(1e-9, entrant.seconds))
+                self.ratios.setdefault(entrant.way, []).append(nanoseconds / 1e9 / max(1e-9, entrant.seconds))
+
+    def take_slowest(self, ranks: Sequence[Mapping[tuple[Action, ...], Sequence[float]]]) -> None:
+        """Take the longest time of each step among `ratios` of all ranks."""
+        for way, own in self.ratios.items():
+            steps = itertools.zip_longest(own, *(ratios.get(way, ()) for ratios in ranks), fillvalue=0.0)
+            self.ratios[way] = [max(step) for step in steps][: len(own)]
 
     def winner(self, entrants: Sequence[Entrant]) -> Entrant:
         """Return the fastest plan, with the time that steps have shown."""
         return min(map(self._corrected, entrants), key=lambda entrant: entrant.seconds)
 
     def _steps(self, entrant: Entrant) -> int:
-        return len(self._ratios[entrant.way])
+        return len(self.ratios.get(entrant.way, ()))
 
     def _corrected(self, entrant: Entrant) -> Entrant:
-        ratios = self._ratios[entrant.way]
+        ratios = self.ratios.get(entrant.way)
         if not ratios:
             return entrant
         return dataclasses.replace(entrant, seconds=entrant.seconds * statistics.median(ratios))

@@ -61,7 +61,7 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch, Forward, forward_of
 from hf_ckpt.training.measurements import TIMED_STEPS, Measurements, Tries
 from hf_ckpt.training.phases import MOST_FAILURES, Known, Phase, phase_of
-from hf_ckpt.training.race import Entrant, Race, restricted
+from hf_ckpt.training.race import Entered, Entrant, Race, restricted
 from hf_ckpt.units import budget_bytes, format_bytes
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,13 @@ class Planned:
     def measures(self) -> bool:
         """Whether the plan is enabled for one step only, because it is not the plan of the batch yet."""
         return not self.phase.is_planned
+
+    @property
+    def measuring(self) -> str | None:
+        """Why the plan is enabled for one step only; None if it is the plan of the batch."""
+        if self.phase is Phase.GIVEN_UP:
+            return f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
+        return f"measuring ({self.phase.value})" if self.measures else None
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -230,8 +237,10 @@ class Session:
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
         self.measured_steps = 0
-        self._entrants: list[Entrant] = []
-        """The plans that race in the current step."""
+        self._entered: Entered | None = None
+        """The plans that race, or that have raced."""
+        self._settled = not compat.distributed.is_distributed()
+        """Whether no rank waits for a race any more, so that ranks need not tell each other what they do."""
         self._chunks_help = False
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
 
@@ -299,6 +308,8 @@ class Session:
         planned = self._next(batch)
         if self._together:
             planned = self._agreed(planned)
+        elif not self._settled:
+            planned = self._with_other_ranks(planned)
         self._prepare(record, planned)
         exchange(base, record, planned)
         if planned.phase.is_measured:
@@ -369,12 +380,13 @@ class Session:
         known = dataclasses.replace(known, has_times=not timed)
         if phase_of(known) is Phase.TIME:
             return self._trying(batch, Phase.TIME, timed)
-        self._entrants, hints = self._entered(batch)
-        entrant = self.race.next(self._entrants) if self._may_try else None
+        self._entered = self._enter(batch)
+        may_race = self._may_try and not (self._settled and compat.distributed.is_distributed())
+        entrant = self.race.next(self._entered.entrants) if may_race else None
         known = dataclasses.replace(known, has_raced=entrant is None)
         if entrant is not None and phase_of(known) is Phase.RACE:
             return Planned(batch, self.limit_bytes, entrant.plan, phase=Phase.RACE, held=self.plans)
-        return dataclasses.replace(self._made(batch, hints), phase=Phase.CHECK)
+        return self._made(self._entered)
 
     def _to_measure(self, batch: Batch) -> tuple[Mapping[str, Tries], Mapping[str, Action]]:
         """Return what recomputations try next, and the shares of compiled blocks to try; both empty if nothing is
@@ -433,6 +445,23 @@ class Session:
         if chosen == planned.plan and largest[2] == shown:
             return planned
         return dataclasses.replace(planned, plan=chosen, phase=Phase.WARM_UP, tries={})
+
+    def _with_other_ranks(self, planned: Planned) -> Planned:
+        """Race in the same steps as all other ranks, and choose the same way to plan. All ranks must call it.
+
+        The slowest rank decides, since the others wait for it. A rank that could race alone takes the prediction. Once
+        all ranks have plans, they tell each other nothing more.
+        """
+        ranks = compat.distributed.of_all_ranks((planned.phase.value, self.race.ratios))
+        phases = {phase for phase, _ in ranks}
+        self._settled = phases == {Phase.PLAN.value}
+        self.race.take_slowest([ratios for _, ratios in ranks])
+        entered = self._entered
+        if entered is None or entered.batch != planned.shape or planned.phase is Phase.PLAN:
+            return planned
+        races_alone = planned.phase is Phase.RACE and phases != {Phase.RACE.value}
+        loses = planned.phase is Phase.CHECK and self.race.winner(entered.entrants).plan != planned.plan
+        return self._made(entered) if races_alone or loses else planned
 
     # --- a step ---
 
@@ -564,8 +593,8 @@ class Session:
             return
         self._failures = 0
         self._expect(recorder.planned)
-        if batch == recorder.planned.shape:
-            self.race.learn(recorder.planned.plan, self._entrants, recorder.levels.nanoseconds())
+        if batch == recorder.planned.shape and self._entered is not None:
+            self.race.learn(recorder.planned.plan, self._entered.entrants, recorder.levels.nanoseconds())
 
     def _learn(self, planned: Planned, batch: Batch, step: Step) -> None:
         """Store what a measured step has shown."""
@@ -600,11 +629,8 @@ class Session:
 
     # --- plans ---
 
-    def _entered(self, batch: Batch) -> tuple[list[Entrant], Sequence[str]]:
-        """The fastest plan for a batch, or the one with the lowest peak, and the best of simple ones, if they fit.
-
-        Also returns what would lower the peak, if no plan fits.
-        """
+    def _enter(self, batch: Batch) -> Entered:
+        """The fastest plan for a batch, or the one with the lowest peak, and the best of simple ones, if they fit."""
         device = this_device(self._devices)
         costs = dataclasses.replace(
             self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
@@ -621,7 +647,7 @@ class Session:
             entrant, too_much = self._entrant(actions, [restricted(costs, actions)])
             if not too_much:
                 entrants.append(entrant)
-        return entrants, hints
+        return Entered(batch, tuple(entrants), tuple(hints))
 
     def _entrant(self, actions: tuple[Action, ...], ways: Sequence[Costs]) -> tuple[Entrant, Sequence[str]]:
         """The fastest plan with these costs, and what would lower its peak, if it does not fit."""
@@ -632,13 +658,15 @@ class Session:
         plan = Plan(self._family, self._name, blocks, made.prediction, self._spec.head)
         return Entrant(actions, plan, made.prediction.step_seconds), hints
 
-    def _made(self, batch: Batch, hints: Sequence[str]) -> Planned:
-        """Hold the winner of the race as the plan of a batch. `hints` would lower its peak, if it does not fit."""
-        winner = self.race.winner(self._entrants)
+    def _made(self, entered: Entered) -> Planned:
+        """Hold the winner of a race as the plan of its batch, which is to be checked."""
+        batch = entered.batch
+        hints = entered.hints
+        winner = self.race.winner(entered.entrants)
         assert winner.plan.prediction is not None
         prediction = dataclasses.replace(winner.plan.prediction, step_seconds=winner.seconds)
         plan = dataclasses.replace(winner.plan, prediction=prediction)
-        planned = Planned(batch, self.limit_bytes, plan, bool(hints), held=self.plans)
+        planned = Planned(batch, self.limit_bytes, plan, bool(hints), Phase.CHECK, held=self.plans)
         self.plans[batch] = planned
         text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
         tell(text, self._name, batch, self._spec.policy, plan.summary(), prediction, self.measured_steps)

@@ -83,3 +83,12 @@ def test_ways_that_make_the_same_plan_share_its_steps():
     entrants = [entrant(KEEP, 1.0, (KEEP, FULL)), entrant(KEEP, 1.0, (KEEP,)), entrant(FULL, 2.0, (FULL,))]
     _, steps = raced(entrants, {KEEP: [1_000_000_000] * 3, FULL: [1_000_000_000] * 3})
     assert steps == [KEEP, FULL] * RACE_STEPS
+
+
+def test_the_slowest_rank_decides():
+    """A rank that has raced less than this one adds what it has; one that has raced more adds nothing."""
+    race = Race()
+    for ratios in ([1.0, 2.0], [3.0], [0.5, 2.5, 9.0]):
+        race.ratios[KEEP,] = [1.5, 1.0]
+        race.take_slowest([{(KEEP,): ratios}, {}])
+        assert race.ratios == {(KEEP,): [max(pair) for pair in zip([1.5, 1.0], [*ratios, 0.0])]}

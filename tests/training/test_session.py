@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
 import pickle
 import random
@@ -21,6 +22,7 @@ from helpers.planned import budgeted, live_peak, model_of
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, cache_argument, enable, gradients, planned, without_cache
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt import compat
@@ -283,6 +285,30 @@ def test_steps_that_cannot_be_measured_are_given_up(monkeypatch, caplog):
     model, session = trained(PLANNED + 2)
     assert actions(model) == {FULL}
     assert session.measured_steps == 8
+    assert caplog.text.count("cannot be measured") == 1
+    assert hf_ckpt.describe(model).measuring == "gave up after 8 steps in a row that could not be measured"
+
+
+def test_a_model_that_is_inside_a_checkpoint_of_the_user_is_said_to_be_unmeasurable(caplog):
+    """torch ends its recomputation by an exception, in every step."""
+    model = model_of("llama", layers=2)
+    budgeted(model, "1GiB")
+    for _ in range(10):
+        run_model = lambda ids: model(input_ids=ids, use_cache=False).logits  # noqa: E731
+        checkpoint(run_model, BATCH["input_ids"], use_reentrant=False).mean().backward()
+        model.zero_grad(set_to_none=True)
+    assert caplog.text.count("cannot be measured") == 1
+    assert actions(model) == {FULL}
+    assert "gave up" in str(hf_ckpt.describe(model))
+    assert not dispatch_modes()
+
+
+def test_steps_that_compile_something_count_as_not_measured(monkeypatch, caplog):
+    """Such as a loss that is compiled anew for each length."""
+    graphs = itertools.count()
+    monkeypatch.setattr(compat.compiler, "compiled_graphs", lambda: next(graphs))
+    model, _ = trained(PLANNED)
+    assert actions(model) == {FULL}
     assert caplog.text.count("cannot be measured") == 1
 
 
