@@ -91,4 +91,4 @@ def test_the_slowest_rank_decides():
     for ratios in ([1.0, 2.0], [3.0], [0.5, 2.5, 9.0]):
         race.ratios[KEEP,] = [1.5, 1.0]
         race.take_slowest([{(KEEP,): ratios}, {}])
-        assert race.ratios == {(KEEP,): [max(pair) for pair in zip([1.5, 1.0], [*ratios, 0.0])]}
+        assert race.ratios == {(KEEP,): [max(pair) for pair in zip([1.5, 1.0], [*ratios, 0.0], strict=False)]}
