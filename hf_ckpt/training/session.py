@@ -237,7 +237,7 @@ class Session:
         self._may_try = True
         """Whether actions may be tried: not once a step has run out of memory."""
         self.measured_steps = 0
-        self._entered: Entered | None = None
+        self.entered: Entered | None = None
         """The plans that race, or that have raced."""
         self._settled = not compat.distributed.is_distributed()
         """Whether no rank waits for a race any more, so that ranks need not tell each other what they do."""
@@ -380,13 +380,13 @@ class Session:
         known = dataclasses.replace(known, has_times=not timed)
         if phase_of(known) is Phase.TIME:
             return self._trying(batch, Phase.TIME, timed)
-        self._entered = self._enter(batch)
+        self.entered = self._enter(batch)
         may_race = self._may_try and not (self._settled and compat.distributed.is_distributed())
-        entrant = self.race.next(self._entered.entrants) if may_race else None
+        entrant = self.race.next(self.entered.entrants) if may_race else None
         known = dataclasses.replace(known, has_raced=entrant is None)
         if entrant is not None and phase_of(known) is Phase.RACE:
             return Planned(batch, self.limit_bytes, entrant.plan, phase=Phase.RACE, held=self.plans)
-        return self._made(self._entered)
+        return self._made(self.entered)
 
     def _to_measure(self, batch: Batch) -> tuple[Mapping[str, Tries], Mapping[str, Action]]:
         """Return what recomputations try next, and the shares of compiled blocks to try; both empty if nothing is
@@ -456,7 +456,7 @@ class Session:
         phases = {phase for phase, _ in ranks}
         self._settled = phases == {Phase.PLAN.value}
         self.race.take_slowest([ratios for _, ratios in ranks])
-        entered = self._entered
+        entered = self.entered
         if entered is None or entered.batch != planned.shape or planned.phase is Phase.PLAN:
             return planned
         races_alone = planned.phase is Phase.RACE and phases != {Phase.RACE.value}
@@ -593,8 +593,8 @@ class Session:
             return
         self._failures = 0
         self._expect(recorder.planned)
-        if batch == recorder.planned.shape and self._entered is not None:
-            self.race.learn(recorder.planned.plan, self._entered.entrants, recorder.levels.nanoseconds())
+        if batch == recorder.planned.shape and self.entered is not None:
+            self.race.learn(recorder.planned.plan, self.entered.entrants, recorder.levels.nanoseconds())
 
     def _learn(self, planned: Planned, batch: Batch, step: Step) -> None:
         """Store what a measured step has shown."""

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 import hf_ckpt
 from helpers.steps import enable, without_cache
 from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_model
 
@@ -50,3 +51,9 @@ def live_peak(model, batch):
         model(**without_cache(model, batch)).loss.backward()
     model.zero_grad(set_to_none=True)
     return live.peak_bytes
+
+
+def raced(model):
+    """The kinds of actions of each plan that could have won the race for the last batch."""
+    entrants = installation(model).session.entered.entrants
+    return [{action.kind for _, action in entrant.plan.actions} for entrant in entrants]

@@ -385,7 +385,7 @@ def test_tight_budgets_get_plans_after_few_steps(family, room):
         phases.append(installation(model).planned.phase)
         assert live.peak_bytes <= (1.01 * least if phases[-1] is Phase.MEASURE else room * least)
     assert len(phases) - phases.count(Phase.RACE) - 1 <= 2 + TIMED_STEPS
-    plans = [entrant.plan for entrant in installation(model).session._entered.entrants]
+    plans = [entrant.plan for entrant in installation(model).session.entered.entrants]
     assert not all(set(dict(plan.actions).values()) == {FULL} for plan in plans)
 
 
