@@ -105,6 +105,11 @@ class Measurements:
                 calls.append(dataclasses.replace(call, trials={actions[call.name[0]]: trial}))
         self.full[batch] = full.with_trials(dataclasses.replace(step, calls=tuple(calls)))
 
+    def forget_steps(self) -> None:
+        """Forget all measured steps, but not the times: more is alive beside them from now on."""
+        self.full.clear()
+        self.tried.clear()
+
     def _begins_at(self, batch: Batch, step: Step) -> None:
         """Other steps begin where this one does: what is alive outside of steps may have grown, or shrunk."""
         for other, full in self.full.items():

@@ -291,7 +291,7 @@ class Session:
             self._has_new_optimizer, before = False, self._state_bytes
             self._state_bytes = held_bytes(self._devices, *compat.torch.optimizers_of(base))
             if self._state_bytes > before:  # its state is alive from now on
-                self.known.full.clear()
+                self.known.forget_steps()
                 self.plans.clear()
         look = self._look.now(self._device_type, self._sharded)
         if self._looks and look not in self._looks:
@@ -389,8 +389,10 @@ class Session:
         return self._made(self.entered)
 
     def _to_measure(self, batch: Batch) -> tuple[Mapping[str, Tries], Mapping[str, Action]]:
-        """Return what recomputations try next, and the shares of compiled blocks to try; both empty if nothing is
-        left. The first step of a batch comes with neither for blocks without a choice."""
+        """Return what recomputations try next, and the shares of compiled blocks to try; both empty if nothing is left.
+
+        In the first step of a batch, compiled blocks try nothing, nor does anything once memory has run out.
+        """
         reference = self.known.reference(batch)
         compiles = self._least == COMPILED
         if reference is None:
@@ -454,7 +456,7 @@ class Session:
         """
         ranks = compat.distributed.of_all_ranks((planned.phase.value, self.race.ratios))
         phases = {phase for phase, _ in ranks}
-        self._settled = phases == {Phase.PLAN.value}
+        self._settled = phases <= {Phase.PLAN.value, Phase.GIVEN_UP.value}
         self.race.take_slowest([ratios for _, ratios in ranks])
         entered = self.entered
         if entered is None or entered.batch != planned.shape or planned.phase is Phase.PLAN:

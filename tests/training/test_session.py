@@ -420,7 +420,9 @@ def test_when_an_optimizer_gets_a_state_the_step_under_full_is_measured_again():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     plans = run(model, [BATCH] * 5, optimizer)
     assert set(plans[1]) == {FULL} != set(plans[-1])
-    (full,) = installation(model).session.known.full.values()
+    known = installation(model).session.known
+    (full,) = known.full.values()
+    assert known.tried == known.full.keys()
     assert full.start_bytes > 3 * sum(parameter.nbytes for parameter in model.parameters())
 
 
