@@ -222,10 +222,11 @@ def paused(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Any = None) -> Iterator[None]:
+def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Any = None) -> Iterator[Installation]:
     """Enable a plan inside the `with` block, and restore the model, its installation and its counts afterwards.
 
-    The plan gets a record of its own, so the session, the watch and all counts of an installation are left alone.
+    The plan gets a record of its own, which `with` returns, so the session, the watch and all counts of an installation
+    are left alone.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.
@@ -245,7 +246,7 @@ def trial(model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Any =
             own = attach(found, spec, plan, decider)
             own.unchecked = True
             put_on(found, own)
-            yield
+            yield own
         finally:
             if record is None:
                 detach(base)

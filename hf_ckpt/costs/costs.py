@@ -80,21 +80,19 @@ class Static:
     """Bytes that do not depend on the actions of the blocks."""
 
     parameters: int
-    buffers: int = 0
     optimizer: int = 0
     gradients: int = 0
     """Bytes of the gradients of all trainable parameters."""
-    batch: int = 0
+    buffers: int = 0
+    """Bytes of buffers and the batch. Under FSDP2, where `parameters` counts this rank's shards, also of the unsharded
+    parameters outside the blocks and the all-gather buffer; under DDP, of the copies of gradients in its buckets."""
     step_bytes: int = 0
     """Temporary bytes of the optimizer's step, in addition to its state."""
-    gathered: int = 0
-    """Under FSDP2, where `parameters` counts this rank's shards: the unsharded parameters outside the blocks, and the
-    all-gather buffer."""
 
     @property
     def always(self) -> int:
         """Bytes alive at every moment: everything but gradients and `step_bytes`."""
-        return self.parameters + self.gathered + self.buffers + self.optimizer + self.batch
+        return self.parameters + self.optimizer + self.buffers
 
     @property
     def beside(self) -> int:

@@ -86,7 +86,7 @@ class Sharding:
             parameters=-(-self._elements // self.ranks) * self.element_bytes,
             optimizer=-(-static.optimizer // self.ranks),
             gradients=self._outside.kept + sum(block.kept for block in self._blocks.values()),
-            gathered=self._outside.whole + self._buffer,
+            buffers=static.buffers + self._outside.whole + self._buffer,
         )
 
     def step(self, step: Step) -> Step:

@@ -143,12 +143,12 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any], d
     if reference and training.autocast_name:
         copied = DTYPES[training.autocast_name].itemsize
         reference += sum(math.prod(shape) * copied for shape, own, _ in model.tensors if own > 2)
+    batch_bytes = sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
     return Static(
         parameters=nbytes(model.tensors) + reference,
-        buffers=model.buffer_bytes,
         optimizer=state,
         gradients=nbytes(tensor for tensor in model.tensors if tensor[2]),
-        batch=sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor)),
+        buffers=model.buffer_bytes + batch_bytes,
         step_bytes=temporary,
     )
 

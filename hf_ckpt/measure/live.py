@@ -37,11 +37,12 @@ class Reader:
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a counted storage, with its address and the bytes that were counted for it."""
+    """A weak reference to a counted storage, with its address, the bytes that were counted for it, and its part."""
 
-    __slots__ = ("key", "size")
+    __slots__ = ("key", "part", "size")
     key: int
     size: int
+    part: Any
 
 
 class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-untyped-call]
@@ -65,6 +66,8 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
     """
 
     supports_higher_order_operators = True
+    part: Any = None
+    """The part of the step that runs now, and that storages belong to; None if nobody asks for it."""
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,23 +83,18 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         self.start_bytes = self.current_bytes
         """Bytes alive at the beginning: parameters, gradients, buffers and optimizer state of `holders`."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled code stays compiled under this mode. Only its outputs are counted."""
-        return True
-
     def __enter__(self) -> Any:
-        self._running = True
-        compat.torch.watch_resizes(self.count_storage)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        self.start()
+        return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._running = False
-        compat.torch.unwatch_resizes(self.count_storage)
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.stop()
 
     def start(self) -> None:
-        """Begin to count, below other modes that see every operation: a counter of operations is not affected."""
+        """Begin to count, below other modes that see every operation: a counter of operations is not affected.
+
+        Compiled code stays compiled under this mode. Only its outputs are counted.
+        """
         if not self._running:
             self._running = True
             compat.torch.watch_resizes(self.count_storage)
@@ -146,8 +144,9 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         if alive is None:
             if self._device is not None and storage.device.type != self._device:
                 return False
-            alive = self._live[key] = _Alive(storage, self._died)
+            alive = self._live[key] = _Alive(storage, self._freed)
             alive.key, alive.size = key, 0
+            alive.part = self.part
         if size != alive.size:
             self.current_bytes += size - alive.size
             alive.size = size
@@ -155,14 +154,11 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
                 self.peak_bytes = self.current_bytes
         return new
 
-    def _died(self, alive: _Alive) -> None:
+    def _freed(self, alive: _Alive) -> None:
         # torch 2.8 also calls this for a storage that is alive, when garbage that referred to it is collected, such as
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
-        self._freed(alive.key, alive.size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self.current_bytes -= size
+        self.current_bytes -= alive.size
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -65,11 +65,9 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
     import psutil
 
     memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
-    allowed = _container_memory()
-    if allowed is not None and allowed[0] < total:
-        total, available = allowed[0], min(available, allowed[0] - allowed[1])
-    return DeviceMemory(total, available + held_bytes)
+    limit, used = _container_memory()
+    available = min(memory.available, limit - used)
+    return DeviceMemory(min(memory.total, limit), available + held_bytes)
 
 
 def spare_bytes(devices: Iterable[torch.device]) -> int | None:
@@ -100,8 +98,8 @@ def _memory_of(device: torch.device, held_bytes: int) -> DeviceMemory | None:
     return DeviceMemory(total, free + held_bytes)
 
 
-def _container_memory() -> tuple[int, int] | None:
-    """Return (limit, use without droppable caches) of the container, in bytes; None without a limit.
+def _container_memory() -> tuple[int, int]:
+    """Return (limit, use without droppable caches) of the container, in bytes. Without a limit, that is a large number.
 
     Read from control groups, version 2. https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
@@ -109,7 +107,7 @@ def _container_memory() -> tuple[int, int] | None:
         limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         rows = (line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
         return limit, max(0, used - next(int(size) for name, size in rows if name == "inactive_file"))
-    return None
+    return sys.maxsize, 0
 
 
 # --- peaks ------------------------------------------------------------------------------------------------------------

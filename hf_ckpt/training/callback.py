@@ -12,7 +12,7 @@ saving:
 | `memory/head_gib` | GiB | output of the head (logits), if a head was found; loss and gradient need a multiple |
 | `memory/predicted_gib` | GiB | the largest predicted peak of the plans in the window; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
-| `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` if inputs cannot be read |
+| `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks; `time/samples_per_s` without `input_ids` |
 | `ckpt/mismatch` | checks | checks that found a block whose backward did not get what its forward saved |
 """
 
@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_callback import CallbackHandler
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.hooks import remind
 from hf_ckpt.attach.record import FUNCTION, IN_GRAPH, Installation, installation, is_on
 from hf_ckpt.engines.head.logits import Logits
-from hf_ckpt.errors import NoBlocksError, OwnerConflictError, PlanLostError, SpecError
+from hf_ckpt.errors import NoBlocksError, PlanLostError, SpecError
 from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.measure.clocks import TrainingClock
 from hf_ckpt.measure.memory import PeakMeter, spare_bytes
@@ -81,22 +81,19 @@ class MemoryTimeCallback(TrainerCallback):
 
     def __init__(self, *, check_every: int = 100, on_mismatch: str = "warn") -> None:
         self.check_every, self.on_mismatch = check_every, on_mismatch
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
+        """Removes the hooks of the training."""
         self._forget()
 
     def _forget(self) -> None:
         """Remove the hooks of the last training and forget its figures."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.close()
         self._clock = TrainingClock()
-        self._meter: PeakMeter | None = None
-        self._checked = False
+        self._meter = PeakMeter(())
         self._mismatches = 0
         """Number of checks that found a difference before the window."""
         self._windows: list[Metrics] = []
-        watch = Watch(self.check_every, self.on_mismatch) if self.check_every else None
-        self._counts = _Counts(watch, self._forget)
+        self._counts = _Counts(self._forget)
         self._written: list[Plan] = []
         """The plans that were written to the metrics file."""
         self._begin_window()
@@ -116,7 +113,11 @@ class MemoryTimeCallback(TrainerCallback):
         Raises `SpecError` for options of hf_ckpt in the arguments of a model that it is not installed on.
         """
         self._forget()
-        self._go_before_reporters()
+        handler = compat.transformers.running(CallbackHandler)
+        assert handler is not None  # it calls this
+        # After the Trainer's flow, which decides about logging, and before the reporters, which read what this adds.
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(1, self)
         model: nn.Module = kwargs["model"]
         record = _record(model)
         with contextlib.suppress(NoBlocksError):
@@ -124,37 +125,35 @@ class MemoryTimeCallback(TrainerCallback):
             if record is None:
                 _refuse_options_without_hf_ckpt(args)
             tell("hf_ckpt: %s: %s", found.model, _who_checkpoints(found, record))
+            if record is None and self.check_every:  # otherwise the record has its own
+                self._counts.watch = Watch(self.check_every, self.on_mismatch)
             head = vocabulary_head(found.base)
             if head is not None:
-                self._handles.append(head.register_forward_hook(self._counts.see_head))
+                self._hooks.callback(head.register_forward_hook(self._counts.see_head).remove)
         devices = compat.distributed.devices_of_model(model)
-        self._clock, self._meter = TrainingClock(devices), PeakMeter(devices)
-        self._handles.append(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True))
+        self._clock = TrainingClock(devices)
+        self._meter = PeakMeter(devices)
+        self._hooks.callback(model.register_forward_pre_hook(self._counts.see_model, with_kwargs=True).remove)
+        spec = None
+        plan = None
         if record is not None:
             remind(base_model(model), record)
-            self._counts.watch = None  # the record has its own
-        is_on = record is not None and record.enabled and not record.measuring
+            spec = record.spec.to_dict()
+            if record.enabled and not record.measuring:
+                plan = record.plan.to_dict()
         self._write(
-            args,
-            state,
-            "start",
-            memory_source=self._meter.source,
-            world_size=args.world_size,
-            spec=record.spec.to_dict() if record else None,
-            plan=record.plan.to_dict() if record is not None and is_on else None,
+            args, state, "start", memory_source=self._meter.source, world_size=args.world_size, spec=spec, plan=plan
         )
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check the plan at the first step, and start the clock if it is paused.
+        """If the clock is paused, as at the first step, check the plan and start the clock.
 
         Raises `PlanLostError` if a planned block has lost its checkpointing function.
         """
-        if not self._checked:
-            self._checked = True
+        if self._clock.running_since is None:
             lost = () if _record(kwargs["model"]) is None else lost_blocks(kwargs["model"])
             if lost:
                 raise PlanLostError(lost)
-        if self._clock.running_since is None and self._meter is not None:
             self._meter.reset()
             self._clock.resume()
 
@@ -179,29 +178,20 @@ class MemoryTimeCallback(TrainerCallback):
         if any(planned.plan is plan for plan in self._written):
             return
         self._written.append(planned.plan)
-        self._write(
-            args,
-            state,
-            "plan",
-            batch=str(planned.shape),
-            limit_bytes=planned.limit_bytes,
-            plan=planned.plan.to_dict(),
-        )
+        self._write(args, state, "plan", batch=str(planned.shape), plan=planned.plan.to_dict())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and record a plan that was made in it."""
         self._clock.steps += 1
         self.on_substep_end(args, state, control, **kwargs)
-        self._warn_of_evaluation(kwargs["model"], control)
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
-            self._pause_for_others(control)
+            self._pause_for_others(control, kwargs["model"])
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Pause the clock if evaluation or saving follows without a log before it."""
-        self._warn_of_evaluation(kwargs["model"], control)
         # The Trainer logs a step only once: if the last step was logged already, no log follows.
         if not control.should_log or not self._clock.steps:
-            self._pause_for_others(control)
+            self._pause_for_others(control, kwargs["model"])
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures of the window that ends now to the Trainer's log and to the metrics file."""
@@ -209,7 +199,7 @@ class MemoryTimeCallback(TrainerCallback):
         if logs is None or "loss" not in logs:  # the log of an evaluation, or the totals at the end
             return
         metrics = self._take_window(args, kwargs["model"])
-        self._pause_for_others(control)
+        self._pause_for_others(control, kwargs["model"])
         if metrics is None:
             return
         known = {key: value for key, value in metrics.items() if value is not None}  # reporters cannot take None
@@ -227,27 +217,18 @@ class MemoryTimeCallback(TrainerCallback):
 
     # --- what the events do ---
 
-    def _go_before_reporters(self) -> None:
-        """Move this callback before the Trainer's reporters, which read what it adds to the logs."""
-        handler = compat.transformers.running(CallbackHandler)
-        if handler is None:
-            log.warning("no callback handler found: figures go to %s only, not to the reporters.", METRICS_FILE)
-            return
-        others = [callback for callback in handler.callbacks if callback is not self]
-        flow = [place for place, callback in enumerate(others) if isinstance(callback, DefaultFlowCallback)]
-        place = flow[0] + 1 if flow else 0
-        handler.callbacks[:] = [*others[:place], self, *others[place:]]
-
-    def _pause_for_others(self, control: TrainerControl) -> None:
+    def _pause_for_others(self, control: TrainerControl, model: nn.Module) -> None:
         """If evaluation, saving or the end follows, exclude its time and memory from the window."""
+        if control.should_evaluate:
+            self._warn_of_evaluation(model)
         others = control.should_evaluate or control.should_save or control.should_training_stop
         if others and self._clock.running_since is not None:
             self._read_meter()
             self._clock.pause()
 
-    def _warn_of_evaluation(self, model: nn.Module, control: TrainerControl) -> None:
-        """Warn once if an evaluation follows that gathers more logits than there is memory for."""
-        trainer = compat.transformers.running(Trainer) if control.should_evaluate else None
+    def _warn_of_evaluation(self, model: nn.Module) -> None:
+        """Warn once if the evaluation that follows gathers more logits than there is memory for."""
+        trainer = compat.transformers.running(Trainer)
         rows = 0 if trainer is None else compat.transformers.gathered_rows(trainer)
         size = rows * self._counts.row_bytes
         room = spare_bytes(compat.distributed.devices_of_model(model)) if size else None
@@ -264,14 +245,11 @@ class MemoryTimeCallback(TrainerCallback):
 
     def _read_meter(self) -> None:
         """Raise the peaks of the window to those of the meter."""
-        assert self._meter is not None
         self._peak = _over(max, (self._peak, self._meter.peak_bytes()))
         self._reserved = _over(max, (self._reserved, self._meter.reserved_bytes()))
 
     def _take_window(self, args: Any, model: nn.Module) -> Metrics | None:
         """Return the figures of the window over all ranks, or None if it has no step, and begin a new window."""
-        if self._meter is None:
-            return None
         seconds, steps = self._clock.take()
         if self._clock.running_since is not None:
             self._read_meter()
@@ -329,12 +307,11 @@ class _Counts:
     """Tokens and the head's largest output in training forwards, counted by hooks. It is copied with the model.
 
     Args:
-        watch: checks a model that hf_ckpt does not checkpoint; None checks nothing.
         forget: removes the hooks. It is called in the first forward after a training that an error has ended, because
             the Trainer has no event for that.
     """
 
-    def __init__(self, watch: Watch | None, forget: Callable[[], None]) -> None:
+    def __init__(self, forget: Callable[[], None]) -> None:
         self.forget = forget
         self.training = compat.frames.running_call("train")
         """The number of the running call of `Trainer.train`; 0 without one, and in a copy."""
@@ -342,7 +319,8 @@ class _Counts:
         self.head_bytes = 0
         self.row_bytes = 0
         """Bytes of the head's largest output for one row of a batch."""
-        self.watch = watch
+        self.watch: Watch | None = None
+        """Checks a model that hf_ckpt does not checkpoint; None checks nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "watch": None, "training": 0, "forget": None}
@@ -355,16 +333,10 @@ class _Counts:
             self.forget()
             return
         if self.watch is not None and not compat.torch.is_replica(model):
-            try:
-                self.watch.on_forward(base_model(model), None, model)
-            except (NoBlocksError, OwnerConflictError):  # nothing to check
-                self.watch = None
+            self.watch.on_forward(base_model(model), None, model)
         ids = kwargs.get("input_ids", args[0] if args else None)
-        embeddings = kwargs.get("inputs_embeds")
         if isinstance(ids, torch.Tensor):
             self.tokens += ids.numel()
-        elif isinstance(embeddings, torch.Tensor):
-            self.tokens += embeddings.shape[0] * embeddings.shape[1]
 
     def see_head(self, head: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the head: note the size of its largest output in a training forward."""

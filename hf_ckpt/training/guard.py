@@ -7,9 +7,9 @@
 
     class Trainer(hf_ckpt.OomGuardMixin, transformers.Trainer): ...       # or TRL's; or `-m hf_ckpt --oom-guard`
 
-A failed attempt has drawn random numbers, and may have changed gradients. If it has, the guard drops the gradients and
-reruns every micro-step since the last optimizer step, each from the random state that it began with. Otherwise it
-reruns only the micro-step that failed. A plan changes no gradients, so training goes on as if nothing had happened.
+A failed attempt has drawn random numbers, and may have changed gradients. So the guard drops the gradients and reruns
+every micro-step since the last optimizer step, each from the random state that it began with. A plan changes no
+gradients, so training goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, OutOfPlansError
-from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.training.install import install_one
@@ -74,18 +73,14 @@ class OomGuard:
         """Number of attempts at micro-steps that ran out of memory."""
         self._trained: list[nn.Parameter] = []
         """The parameters that are trained."""
-        self._devices: set[torch.device] = set()
-        """The devices of all parameters. Their random state is saved."""
         self._steps: list[tuple[Callable[[], Any], StepState]] = []
         """The micro-steps since the last optimizer step, each with the state that it began with."""
         self._running = False
         """Whether a micro-step runs now."""
         self._left: _State | None = None
         """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
-        self._zeroed = False
-        """Whether gradient tensors existed before the first micro-step; then dropped gradients are set to zero."""
         self._earlier = False
-        """Whether these gradients were not zero: they come from outside the guard and cannot be recomputed."""
+        """Whether there were gradients before the first micro-step, which cannot be computed again."""
         self._refuse_ranks()
         if (record := installation(model)) is not None and record.waits:  # on purpose, until memory runs out
             record.remove_hooks()
@@ -105,11 +100,13 @@ class OomGuard:
         if self._running:  # a call inside a call of the same guard: the outer one retries
             return step(*args, **kwargs)
         gradients = self._gradients()
-        if self._left is None or self._left != gradients or not any(found for found, _ in gradients):
+        if self._left != gradients or not any(number for number, _ in gradients):
             self._begin()
             gradients = self._gradients()
-        self._steps.append((functools.partial(step, *args, **kwargs), StepState(self.model, self._devices)))
-        self._left, self._running = None, True
+        before = StepState(self.model, compat.distributed.devices_of_model(self.model))
+        self._steps.append((functools.partial(step, *args, **kwargs), before))
+        self._left = None
+        self._running = True
         try:
             result = self._run()
         finally:
@@ -125,11 +122,8 @@ class OomGuard:
         self._steps.clear()
         self._refuse_ranks()  # the model may have been wrapped or sharded since
         parameters = list(dict.fromkeys((*self.model.parameters(), *self.also)))
-        self._devices = {parameter.device for parameter in parameters}
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        self._zeroed = bool(gradients)
-        self._earlier = any(bool(gradient.any()) for gradient in gradients)
+        self._earlier = any(parameter.grad is not None for parameter in self._trained)
 
     def _refuse_ranks(self) -> None:
         """Raise `HfCkptError` if other ranks would wait for a rank that retries a step."""
@@ -141,67 +135,63 @@ class OomGuard:
             )
 
     def _run(self) -> Any:
-        """Run the last micro-step until it succeeds, and rerun earlier ones if necessary."""
-        pending, again, result = self._steps[-1:], False, None
-        while pending:
-            run, before = pending[0]
-            if again:
-                before.restore()
-            gradients, weights = self._gradients(), _state_of(self._trained)
+        """Run the last micro-step until it succeeds. After a failure, all since the last optimizer step run again."""
+        pending = self._steps[-1:]
+        again = False
+        while True:
+            weights = _state_of(self._trained)
             try:
-                result = run()
-                pending = pending[1:]
-                continue
+                for run, before in pending:
+                    if again:
+                        before.restore()
+                    result = run()
+                return result
             except Exception as raised:
                 if isinstance(raised, OutOfPlansError) or not compat.devices.is_out_of_memory(raised):
                     raise
                 trace = "".join(traceback.format_exception(raised))
                 error = _without_frames(raised)
-            touched = gradients != self._gradients()
             compat.devices.release_memory()
             self.attempts += 1
-            reason = ""
-            # A fused optimizer does not count its changes of weights.
-            if weights != _state_of(self._trained) or compat.torch.has_gradient_hooks(self._trained):
-                reason = "Weights may have been changed in the backward (an optimizer inside it), so there is no retry."
-            elif self._earlier and touched:
-                reason = "There were gradients before the guarded steps began, which cannot be computed again."
             first_line = str(error).partition("\n")[0].strip()
-            reason = reason or self._tighten(first_line)
-            if touched and not (reason and self._earlier):
-                self._drop_gradients()
-                pending = list(self._steps)
-            if reason:
+            try:
+                self._drop_gradients(weights)
+                self._tighten(first_line)
+            except HfCkptError as refused:
                 log.error("hf_ckpt: out of memory for the last time:\n%s", trace)
                 self._steps.clear()
-                raise OutOfPlansError(f"{first_line} hf_ckpt: {reason}") from error
+                raise OutOfPlansError(f"{first_line} hf_ckpt: {refused}") from error
+            pending = self._steps
             again = True
-        return result
 
-    def _tighten(self, error: str) -> str:
-        """Enable the next plan that needs less memory. Returns why there is none, or an empty text."""
-        try:
-            taken = tighten(self.model, exact=self.exact)
-        except HfCkptError as refused:
-            return str(refused)
+    def _tighten(self, error: str) -> None:
+        """Enable the next plan that needs less memory. Raises `HfCkptError` if there is none."""
+        taken = tighten(self.model, exact=self.exact)
         if taken is None:
             tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
-            return (
+            raise HfCkptError(
                 f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
                 "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
             )
         self.taken.append(taken)
         plan = describe(self.model).plan
         log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", error, taken, plan)
-        return ""
 
-    def _drop_gradients(self) -> None:
-        """Restore the gradients from before the first micro-step of this optimizer step: none, or zeros."""
+    def _drop_gradients(self, weights: _State) -> None:
+        """Remove the gradients of the micro-steps of this optimizer step.
+
+        Raises `HfCkptError` if there were others before, or if the weights may differ from the state `weights`.
+        """
+        # A fused optimizer does not count its changes of weights.
+        if weights != _state_of(self._trained) or compat.torch.has_gradient_hooks(self._trained):
+            raise HfCkptError("Weights may have been changed in the backward (an optimizer inside it): no retry.")
+        if self._earlier:
+            raise HfCkptError(
+                "There were gradients before the guarded steps began, which cannot be computed again. Call "
+                "`zero_grad(set_to_none=True)` before them."
+            )
         for parameter in self._trained:
-            if not self._zeroed:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+            parameter.grad = None
 
     def _gradients(self) -> _State:
         """Return the state of all gradients."""
@@ -218,38 +208,24 @@ class OomGuardMixin:
 
     oom_guard: OomGuard | None = None
     """The guard; None until the first training step."""
-    evaluated_batches = 0
-    """Batches that the current evaluation has computed."""
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own `training_step` under the guard, and return its loss."""
         return guarded_training_step(self, super().training_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's own `prediction_step`, count it, and return its result."""
-        result = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-        self.evaluated_batches += 1
-        return result
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's own `evaluate`. If it runs out of memory, do so again with half the batch, from then on."""
+        """Run the Trainer's own `evaluate`. If it runs out of memory, do so again with half the batch, from then on.
+
+        Not with `batch_eval_metrics`: `compute_metrics` may have counted some batches already.
+        """
         settings: Any = self.args  # type: ignore[attr-defined]
         while True:
-            self.evaluated_batches = 0
             try:
                 return super().evaluate(*args, **kwargs)  # type: ignore[misc]
             except Exception as raised:
                 size = settings.per_device_eval_batch_size
-                if size < 2 or settings.world_size > 1 or not compat.devices.is_out_of_memory(raised):
-                    raise
-                counts = settings.batch_eval_metrics and self.compute_metrics is not None  # type: ignore[attr-defined]
-                if counts and self.evaluated_batches:
-                    warn_once(
-                        log,
-                        "hf_ckpt: out of memory in evaluation, which cannot begin again: with batch_eval_metrics, "
-                        "compute_metrics has already counted some batches. Lower per_device_eval_batch_size, now %d.",
-                        size,
-                    )
+                once = size < 2 or settings.world_size > 1 or settings.batch_eval_metrics
+                if once or not compat.devices.is_out_of_memory(raised):
                     raise
                 _without_frames(raised)
             compat.devices.release_memory()
@@ -319,9 +295,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error without tracebacks: their frames hold the activations of the step."""
-    chain: list[BaseException] = [error]
-    for seen in chain:
-        seen.__traceback__ = None
-        chain += [other for other in (seen.__cause__, seen.__context__) if other is not None and other not in chain]
-    return error
+    """Return the error without tracebacks and its causes: their frames hold the activations of the step."""
+    error.__cause__ = None
+    error.__context__ = None
+    return error.with_traceback(None)

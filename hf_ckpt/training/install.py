@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,6 @@ from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import attach, describe, detach
 from hf_ckpt.attach.process import hook_process, unhook_process
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation, spec_of
-from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.description import Description
@@ -23,8 +21,6 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec, SpecLike
 from hf_ckpt.training.session import Session
 from hf_ckpt.training.watch import Watch
-
-log = logging.getLogger(__name__)
 
 
 def install(
@@ -89,9 +85,8 @@ def uninstall(model: nn.Module | None = None) -> None:
         detach(model)
 
 
-@contextlib.contextmanager
-def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
-    """Context manager that enables a plan on a model, and restores the model, its counts and its session at the end.
+def trial(model: nn.Module, spec: SpecLike | Plan = None) -> contextlib.AbstractContextManager[Installation]:
+    """Make a context that enables a plan on a model, and restores the model, its counts and its session at the end.
 
     Args:
         model: a `PreTrainedModel`, plain or wrapped.
@@ -106,8 +101,7 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> Iterator[None]:
         asked = spec_of(plan, record.spec) if record.spec.is_planned else record.spec
     else:
         asked, plan = decide(find_blocks(model), spec)
-    with on_model.trial(model, plan, asked, DECIDER):
-        yield
+    return on_model.trial(model, plan, asked, DECIDER)
 
 
 def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
@@ -131,10 +125,6 @@ def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
     else:
         spec = Spec.parse(asked)
         plan = make_plan(spec, found.blocks, found.family, found.model)
-        most = 1 + max(block.index for block in found.blocks)
-        if spec.every_n_layers > most:
-            text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
-            warn_once(log, text, spec.every_n_layers, found.model, most)
     return spec, plan
 
 

@@ -6,7 +6,7 @@ It also counts recomputations: equal gradients prove nothing if no block was rec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe, paused
-from hf_ckpt.attach.hooks import PACKED
-from hf_ckpt.attach.record import installation
+from hf_ckpt.attach.record import Installation
 from hf_ckpt.engines.check import share_of_difference
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError
@@ -123,23 +122,18 @@ def verify(
         }
 
     try:
-        with trial(model, spec):
-            tried = installation(model)
-            assert tried is not None
+        with trial(model, spec) as tried:
             if tried.spec.is_planned:
                 raise HfCkptError(
                     f"`{tried.spec.policy}` has no plan before a run. Install it and train some steps; then verify "
                     "without a spec, or verify the plan `hf_ckpt.describe(model).plan`."
                 )
-            with paused(model):
+            compiled = {name for name, action in tried.plan.active().items() if ACTIONS[action.kind].compiles}
+            with trial(model, _with_share_1(tried.plan)) if compiled else paused(model):
                 plain = step()
             planned = step()
             after = describe(model)
-            compiled = {name for name, action in after.plan.active().items() if ACTIONS[action.kind].compiles}
-            problems = _not_carried_out(model, after, compiled)
-            if compiled:
-                with trial(model, _with_share_1(after.plan)):
-                    plain = step()
+            problems = _not_carried_out(tried, after, compiled, compat.distributed.devices_of_model(model))
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
@@ -157,8 +151,6 @@ def verify(
         if not gap <= (0.0 if name.startswith("buffer ") else allowed):  # or NaN
             problems.append(f"{name} differs by {gap:.2g} of its norm")
             break
-    if is_packed and problems:
-        problems.append(PACKED % after.plan.model)
     if not there:
         problems.append("no parameter got a gradient: nothing was compared")
     equal = f"{sum(gaps[name] == 0 for name in there)} of {len(there)} bit-equal"
@@ -172,10 +164,10 @@ def verify(
     )
 
 
-def _not_carried_out(model: nn.Module, after: Description, compiled: set[str]) -> list[str]:
-    """Return what the plan of a model promises, and its last step did not do."""
-    record = installation(model)
-    assert record is not None
+def _not_carried_out(
+    record: Installation, after: Description, compiled: set[str], devices: Iterable[torch.device]
+) -> list[str]:
+    """Return what the plan of a model on these devices promises, and its last step did not do."""
     problems = []
     hidden = {*after.frozen, *compiled.intersection(after.in_graphs)}
     missing = [name for name, count in after.recomputed.items() if not count and name not in hidden]
@@ -187,7 +179,6 @@ def _not_carried_out(model: nn.Module, after: Description, compiled: set[str]) -
     # The last block of a stack moves nothing, nor do blocks below the first trainable parameter.
     moving = [name for name, region in record.regions.items() if getattr(region, "mover", None) is not None]
     moving = [name for name in moving if name not in after.frozen]
-    devices = compat.distributed.devices_of_model(model)
     if moving and not after.moved and not all(compat.devices.shares_host_memory(device.type) for device in devices):
         problems.append(
             f"planned, but moved nothing to host memory: {', '.join(moving)} (the device has no streams, "

@@ -21,7 +21,6 @@ from hf_ckpt.engines.check import CAUSES, Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.description import Watched
 
 log = logging.getLogger(__name__)
@@ -54,8 +53,6 @@ class Watch:
         """What cannot be checked -> why."""
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
-        self._logged: set[tuple[type, Action | None]] = set()
-        """(class of a block, its action) for each difference that was logged."""
 
     def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
@@ -94,14 +91,8 @@ class Watch:
             return
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
-        action = None if record is None else record.plan.active().get(name)
-        check = put_check(
-            module,
-            name,
-            room_bytes=room,
-            whole=compat.distributed.parameters_stay(base),
-            done=lambda check: self._has_ended(check, (type(module), action)),
-        )
+        whole = compat.distributed.parameters_stay(base)
+        check = put_check(module, name, room_bytes=room, whole=whole, done=self._has_ended)
         self._check = weakref.ref(check)
 
     def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -128,8 +119,8 @@ class Watch:
             self._not_checked[what] = why
             log.log(level, "hf_ckpt: %s are not checked: %s.", what, why)
 
-    def _has_ended(self, check: Check, kind: tuple[type, Action | None]) -> None:
-        """Count a check that has ended, and warn of a difference, once for each `kind` (class of blocks and action).
+    def _has_ended(self, check: Check) -> None:
+        """Count a check that has ended, and warn of the first difference.
 
         What the recomputation only updated once more is no difference: backward got what the forward saved. Raises
         `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
@@ -151,8 +142,7 @@ class Watch:
         self.differences.append(first)
         if self.on_mismatch == "raise":
             raise MismatchError(first.block, str(first))
-        if kind not in self._logged:
-            self._logged.add(kind)
+        if len(self.differences) == 1:
             log.warning(
                 "hf_ckpt: gradients of this step are wrong, and those of later steps may be: backward was not given "
                 "what the forward saved, %s (%d of %d compared tensors differ)",

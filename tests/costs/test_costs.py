@@ -43,7 +43,7 @@ BY_HAND = Costs(
     at_backward_bytes=1,
     head=(Part(30, 16, 30), Part(31, 0, 50)),
     input_bytes=4,
-    static=Static(parameters=100, buffers=5, optimizer=40, gradients=26, batch=3, step_bytes=7),
+    static=Static(parameters=100, buffers=8, optimizer=40, gradients=26, step_bytes=7),
     ends=(StackEnd(0, 1, input_bytes={KEEP: 2, FULL: 1}, shared_bytes={KEEP: 5, FULL: 3}),),
     tokens=64,
     optimizer_nanoseconds=1000,

@@ -68,7 +68,7 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
             for first, last in ((0, len(kinds) - decoder - 1), (len(kinds) - decoder, len(kinds) - 1))
             if first <= last
         ),
-        static=Static(rng.randint(0, 50), 5, 40, sum(gradients[kind] for kind in kinds), 3, rng.randint(0, largest)),
+        static=Static(rng.randint(0, 50), 40, sum(gradients[kind] for kind in kinds), 8, rng.randint(0, largest)),
         tokens=rng.randint(0, 100),
         accumulation=accumulation,
         optimizer_nanoseconds=rng.randint(0, 5),

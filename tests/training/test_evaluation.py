@@ -81,44 +81,18 @@ def test_evaluation_in_smaller_batches_has_the_same_loss(most, sizes, options, t
     assert caplog.text.count("out of memory in evaluation") == len(sizes) - 1
 
 
-def test_an_evaluation_of_single_rows_that_runs_out_of_memory_is_an_error(tmp_path):
+@pytest.mark.parametrize(("options", "size"), [({}, 1), ({"batch_eval_metrics": True}, 8)])
+def test_an_evaluation_that_cannot_begin_again_is_an_error(options, size, tmp_path):
+    """Of single rows; or with metrics that may have counted some batches."""
+
     def run_out(model, args):
         if not model.training:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     model = tiny_model("llama")
     model.register_forward_pre_hook(run_out)
-    run = trainer(tmp_path, model, kind=Guarded, **EVALUATING, **{FLAG: False})
+    run = trainer(tmp_path, model, kind=Guarded, **EVALUATING, **options, **{FLAG: False})
+    run.compute_metrics = lambda found, compute_result: {}
     with pytest.raises(torch.OutOfMemoryError):
         run.train()
-    assert run.args.per_device_eval_batch_size == 1
-
-
-@pytest.mark.parametrize("failing", [1, 2])
-def test_metrics_that_counted_a_batch_are_not_given_it_again(failing, tmp_path, caplog):
-    """With `batch_eval_metrics`, an evaluation of 4 rows begins again only if its first batch ran out of memory."""
-    sizes, rows = [], []
-
-    def run_out(model, args, kwargs):
-        if not model.training:
-            sizes.append(len(kwargs["input_ids"]))
-            if len(sizes) == failing:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def count(found, compute_result):
-        rows.append(len(found.predictions))
-        return {"rows": sum(rows)}
-
-    model = tiny_model("llama")
-    model.register_forward_pre_hook(run_out, with_kwargs=True)
-    settings = {**EVALUATING, "per_device_eval_batch_size": 2, "batch_eval_metrics": True, FLAG: False}
-    run = trainer(tmp_path, model, kind=Guarded, **settings)
-    run.compute_metrics = count
-    if failing == 1:
-        run.train()
-        assert rows == [1, 1, 1, 1]
-    else:
-        with pytest.raises(torch.OutOfMemoryError):
-            run.train()
-        assert rows == [2]
-    assert ("Lower per_device_eval_batch_size, now 2." in caplog.text) == (failing == 2)
+    assert run.args.per_device_eval_batch_size == size

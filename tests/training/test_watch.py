@@ -88,7 +88,7 @@ def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
 
 
 @each_owner
-def test_every_difference_is_counted_and_the_first_of_a_kind_is_logged(whose, tmp_path, monkeypatch, caplog):
+def test_every_difference_is_counted_and_the_first_is_logged(whose, tmp_path, monkeypatch, caplog):
     training = faulty_trainer(tmp_path, monkeypatch, whose, "warn")
     training.train()
     assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == [1, 1, 1, 1]
