@@ -94,7 +94,7 @@ class Measurements:
             self._sort(batch, self.full[batch])
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
-        """Store what blocks needed that had these actions in their forward, which compiled blocks have to."""
+        """Store what blocks needed that had these actions in their forward: see `to_run`."""
         calls = []
         full = self.full[batch]
         for call in step.calls:
@@ -215,10 +215,13 @@ class Measurements:
         """The actions that trials show, from which the others follow."""
         return tuple(action for action in self.actions[:-1] if action != FULL_SELECTIVE)
 
-    def to_compile(self, batch: Batch, limit: int) -> dict[str, Action]:
-        """Return compiled blocks to run with a share that was not measured, if they fit into a limit, in bytes."""
+    def to_run(self, batch: Batch, limit: int) -> dict[str, Action]:
+        """Return blocks to run under an action that was not measured, if they fit into a limit, in bytes.
+
+        For blocks whose recomputation can try nothing.
+        """
         step = self._bound(batch)
-        for action in reversed(self.actions[:-1]):
+        for action in reversed(self._tried_actions):
             chosen: dict[str, Action] = {}
             for calls in self._calls_of_kinds(batch, step).values():
                 trying = {**chosen, calls[-1].name[0]: action}

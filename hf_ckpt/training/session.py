@@ -369,10 +369,10 @@ class Session:
 
     def _measured(self, batch: Batch, known: Known) -> Planned:
         """Return what is measured next of a batch without a plan, or its plan."""
-        tries, shares = self._to_measure(batch)
-        known = dataclasses.replace(known, has_bytes=not (tries or shares))
+        tries, actions = self._to_measure(batch)
+        known = dataclasses.replace(known, has_bytes=not (tries or actions))
         if phase_of(known) is Phase.MEASURE:
-            return self._trying(batch, Phase.MEASURE, shares, tries)
+            return self._trying(batch, Phase.MEASURE, actions, tries)
         # If even `full` needs more than the limit, for the optimizer's step, a step may need as much.
         limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
         may_time = self._may_try and self.known.timed < TIMED_STEPS
@@ -389,20 +389,22 @@ class Session:
         return self._made(self.entered)
 
     def _to_measure(self, batch: Batch) -> tuple[Mapping[str, Tries], Mapping[str, Action]]:
-        """Return what recomputations try next, and the shares of compiled blocks to try; both empty if nothing is left.
+        """Return what recomputations try next, and what blocks try in their forward; both empty if nothing is left.
 
-        In the first step of a batch, compiled blocks try nothing, nor does anything once memory has run out.
+        The first step of a batch is always measured. Compiled blocks are not recomputed as a whole; nor can a
+        recomputation under ZeRO-3 go on to its end, because it would release the weights that backward needs. Once
+        memory has run out, nothing is tried.
         """
         reference = self.known.reference(batch)
-        compiles = self._least == COMPILED
+        in_forward = self._least == COMPILED or self._together
         if reference is None:
             nothing = dict.fromkeys(self.known.blocks, Tries())
-            return (nothing if compiles or not self._may_try else self.known.to_show(batch) or nothing), {}
+            return (nothing if in_forward or not self._may_try else self.known.to_show(batch) or nothing), {}
         if not self._may_try:
             return {}, {}
-        if compiles:
+        if in_forward:
             limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
-            return {}, self.known.to_compile(batch, limit)
+            return {}, self.known.to_run(batch, limit)
         if reference[0] == batch and batch in self.known.full and batch not in self.known.tried:
             return self.known.to_try(batch), {}
         return {}, {}

@@ -91,6 +91,13 @@ CASES = {
         "lora, selective": {"model": "lora", "specs": ({"policy": "selective"},)},
     }.items()
 }
+BUDGETS = {
+    f"zero{stage}-budget": Case(
+        f"zero{stage}", steps=20, accumulate=2, specs=({"policy": "budget", "budget": "16GiB"},)
+    )
+    for stage in (2, 3)
+}
+"""DeepSpeed counts with buckets of several GiB."""
 REFUSED = {"zero3-segments": Case("zero3", specs=({"policy": "full", "segments": 2},))}
 
 
@@ -98,7 +105,7 @@ REFUSED = {"zero3-segments": Case("zero3", specs=({"policy": "full", "segments":
 def zero(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     # DeepSpeed compiles an extension at its first start; killing that leaves a lock that blocks all later starts.
     extra = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions"))}
-    return run_on_ranks(CASES | REFUSED, tmp_path_factory.mktemp("zero"), extra=extra)
+    return run_on_ranks(CASES | BUDGETS | REFUSED, tmp_path_factory.mktemp("zero"), extra=extra)
 
 
 @pytest.mark.deepspeed
@@ -111,6 +118,15 @@ def test_zero_trains_as_without_hf_ckpt(zero, name):
         assert found["stage"] == int(case.by[-1])
         assert found["split"] == (case.by == "zero3")
         assert_as_planned(case, rank, found)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", BUDGETS)
+def test_zero_trains_under_a_budget(zero, name):
+    """Blocks run twice while they are measured, and once under the plan. The worker compares losses and weights."""
+    forwards = 20 * 2
+    for found in each_rank(zero, name):
+        assert all(forwards < calls < 2 * forwards for calls in found["calls"].values())
 
 
 @pytest.mark.deepspeed
