@@ -29,6 +29,8 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, price: Price, *holders: Holder, padded: bool, casts: bool) -> None:
+        self.part: Any = None
+        """The part of the step that runs now; None outside the parts whose allocations are followed."""
         super().__init__(*holders)
         self._price, self._padded, self._casts = price, padded, casts
         self._sources: dict[int, int] = {}
@@ -38,6 +40,8 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         """The part that begins with the next operation, if any."""
         self.freed: collections.Counter[tuple[Any, Any]] = collections.Counter()
         """(part that allocated memory, part in which it was freed) -> bytes."""
+        self._parts: dict[int, Any] = {}
+        """Address of a storage -> the part that allocated it."""
 
     def stamp(self) -> Any:
         """Return the nanoseconds so far."""
@@ -68,16 +72,23 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
             self._nanoseconds += self._time_of(func, args, kwargs, result, made)
         return result
 
-    def _freed(self, alive: Any) -> None:
-        super()._freed(alive)
-        if alive.part is not None and self.part is not None:
-            self.freed[alive.part, self.part] += alive.size
+    def _count(self, tensor: torch.Tensor) -> bool:
+        new = super()._count(tensor)
+        if new and self.part is not None:
+            self._parts[tensor.untyped_storage()._cdata] = self.part
+        return new
+
+    def _freed(self, key: int, size: int) -> None:
+        super()._freed(key, size)
+        part = self._parts.pop(key, None)
+        if part is not None and self.part is not None:
+            self.freed[part, self.part] += size
 
     def allocated_by(self, tensor: torch.Tensor, part: Any) -> None:
         """Count the memory of a tensor, if it was allocated in some part, as allocated by another part."""
-        alive = self._live.get(tensor.untyped_storage()._cdata)
-        if alive is not None and alive.part is not None:
-            alive.part = part
+        key = tensor.untyped_storage()._cdata
+        if key in self._parts:
+            self._parts[key] = part
 
     def _source(self, tensor: torch.Tensor) -> int:
         key: int = tensor.untyped_storage()._cdata

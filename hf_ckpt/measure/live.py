@@ -37,12 +37,11 @@ class Reader:
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a counted storage, with its address, the bytes that were counted for it, and its part."""
+    """A weak reference to a counted storage, with its address and the bytes that were counted for it."""
 
-    __slots__ = ("key", "part", "size")
+    __slots__ = ("key", "size")
     key: int
     size: int
-    part: Any
 
 
 class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-untyped-call]
@@ -66,8 +65,6 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
     """
 
     supports_higher_order_operators = True
-    part: Any = None
-    """The part of the step that runs now, and that storages belong to; None if nobody asks for it."""
 
     def __init__(self, *holders: Holder, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,18 +80,23 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         self.start_bytes = self.current_bytes
         """Bytes alive at the beginning: parameters, gradients, buffers and optimizer state of `holders`."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, so that compiled code stays compiled under this mode. Only its outputs are counted."""
+        return True
+
     def __enter__(self) -> Any:
-        self.start()
-        return self
+        self._running = True
+        compat.torch.watch_resizes(self.count_storage)
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
-        self.stop()
+        self._running = False
+        compat.torch.unwatch_resizes(self.count_storage)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        """Begin to count, below other modes that see every operation: a counter of operations is not affected.
-
-        Compiled code stays compiled under this mode. Only its outputs are counted.
-        """
+        """Begin to count, below other modes that see every operation: a counter of operations is not affected."""
         if not self._running:
             self._running = True
             compat.torch.watch_resizes(self.count_storage)
@@ -144,9 +146,8 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         if alive is None:
             if self._device is not None and storage.device.type != self._device:
                 return False
-            alive = self._live[key] = _Alive(storage, self._freed)
+            alive = self._live[key] = _Alive(storage, self._died)
             alive.key, alive.size = key, 0
-            alive.part = self.part
         if size != alive.size:
             self.current_bytes += size - alive.size
             alive.size = size
@@ -154,11 +155,14 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
                 self.peak_bytes = self.current_bytes
         return new
 
-    def _freed(self, alive: _Alive) -> None:
+    def _died(self, alive: _Alive) -> None:
         # torch 2.8 also calls this for a storage that is alive, when garbage that referred to it is collected, such as
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
-        self.current_bytes -= alive.size
+        self._freed(alive.key, alive.size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self.current_bytes -= size
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

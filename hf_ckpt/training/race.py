@@ -83,4 +83,7 @@ def restricted(costs: Costs, actions: Sequence[Action]) -> Costs:
     for call in costs.calls:
         some = {action: cost for action, cost in call.costs.items() if action in actions}
         calls.append(dataclasses.replace(call, costs=some or call.costs))
-    return dataclasses.replace(costs, calls=tuple(calls), actions=tuple(actions))
+    left = {action for call in calls for action in call.costs}
+    return dataclasses.replace(
+        costs, calls=tuple(calls), actions=tuple(action for action in costs.actions if action in left)
+    )
