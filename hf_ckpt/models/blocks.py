@@ -244,6 +244,7 @@ class Look:
 
     def __init__(self, base: nn.Module) -> None:
         self._base = weakref.ref(base)
+        self._modules: list[nn.Module] = []
         self._boxes: list[dict[str, Any]] = []
         """The dicts of children and of parameters of each module."""
         self._seen: list[int] = []
@@ -268,6 +269,8 @@ class Look:
     def _walk(self) -> None:
         base = self._base()
         assert base is not None
-        self._boxes = [vars(module)[box] for module in base.modules() for box in ("_modules", "_parameters")]
+        modules = list(base.modules())
+        self._modules = modules[1:]  # held, so that no new module gets the address of one that was removed
+        self._boxes = [vars(module)[box] for module in modules for box in ("_modules", "_parameters")]
         self._seen = self._addresses()
         self._parameters = list(base.parameters())
