@@ -35,7 +35,7 @@ class Entered:
     batch: Batch
     entrants: tuple[Entrant, ...]
     hints: tuple[str, ...] = ()
-    """What would lower the peak, if none of them fits; then there is one."""
+    """What would lower the peak, if none of them fits."""
 
 
 class Race:

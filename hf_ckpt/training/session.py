@@ -634,7 +634,7 @@ class Session:
     # --- plans ---
 
     def _enter(self, batch: Batch) -> Entered:
-        """The fastest plan for a batch, or the one with the lowest peak, and the best of simple ones, if they fit."""
+        """The fastest plan for a batch, or the one with the lowest peak, and the best simple ones that need no more."""
         device = this_device(self._devices)
         costs = dataclasses.replace(
             self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
@@ -643,19 +643,23 @@ class Session:
         stacks = {block.stack for block in self.known.blocks.values()}
         if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
             ways = [*ways, *in_segments(costs)]
-        first, hints = self._entrant(self._actions, ways)
+        first, hints = self._entrant(self._actions, ways, self.limit_bytes)
         entrants = [first]
+        prediction = first.plan.prediction
+        assert prediction is not None
         most = self._actions[0]
-        simple = [(most,), *((most, action) for action in (self._least, SIMPLE) if action in self._actions)]
-        for actions in simple if not hints else ():
-            entrant, too_much = self._entrant(actions, [restricted(costs, actions)])
-            if not too_much:
-                entrants.append(entrant)
+        for action in (most, self._least, SIMPLE):
+            if action in self._actions:
+                way = tuple(dict.fromkeys((most, action)))
+                limit = max(self.limit_bytes, prediction.peak_bytes)
+                entrant, too_much = self._entrant(way, [restricted(costs, way)], limit)
+                if not too_much:
+                    entrants.append(entrant)
         return Entered(batch, tuple(entrants), tuple(hints))
 
-    def _entrant(self, actions: tuple[Action, ...], ways: Sequence[Costs]) -> tuple[Entrant, Sequence[str]]:
-        """The fastest plan with these costs, and what would lower its peak, if it does not fit."""
-        made, hints = best_plan(ways, self.limit_bytes, compat.devices.device_name(self._devices))
+    def _entrant(self, actions: tuple[Action, ...], ways: Sequence[Costs], limit: int) -> tuple[Entrant, Sequence[str]]:
+        """The fastest plan with these costs, and what would lower its peak, if that is above a limit, in bytes."""
+        made, hints = best_plan(ways, limit, compat.devices.device_name(self._devices))
         assert made.prediction is not None
         chosen = {**self.known.fixed, **{block.name: action for block, action in made.actions}}
         blocks = tuple((block, chosen.get(name, self._least)) for name, block in self.known.blocks.items())
@@ -668,7 +672,9 @@ class Session:
         hints = entered.hints
         winner = self.race.winner(entered.entrants)
         assert winner.plan.prediction is not None
-        prediction = dataclasses.replace(winner.plan.prediction, step_seconds=winner.seconds)
+        prediction = dataclasses.replace(
+            winner.plan.prediction, step_seconds=winner.seconds, budget_bytes=self.limit_bytes
+        )
         plan = dataclasses.replace(winner.plan, prediction=prediction)
         planned = Planned(batch, self.limit_bytes, plan, bool(hints), Phase.CHECK, held=self.plans)
         self.plans[batch] = planned

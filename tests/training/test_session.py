@@ -18,7 +18,7 @@ import threading
 
 import pytest
 import torch
-from helpers.planned import budgeted, live_peak, model_of
+from helpers.planned import budgeted, live_peak, model_of, raced
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, cache_argument, enable, gradients, planned, without_cache
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
@@ -30,7 +30,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
+from hf_ckpt.spec.actions import FULL, SELECTIVE
 from hf_ckpt.training.guard import tighten
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import Phase
@@ -399,7 +399,7 @@ def test_micro_steps_are_planned_for_with_gradients(monkeypatch):
     model = model_of("llama")
     optimizer = torch.optim.AdamW(model.parameters())
     budgeted(model, 2 * half())
-    for number in range(24):
+    for number in range(48):
         forward_and_backward(model)
         if number % 12 == 11:
             optimizer.step()
@@ -473,7 +473,8 @@ def test_a_block_that_never_ran_is_planned_for_as_full():
     model.config.num_hidden_layers -= 1
     budgeted(model, 2 * half())
     plan = run(model, [BATCH] * PLANNED)[-1]
-    assert [action == FULL for action in plan] == [False] * 5 + [True]
+    assert plan[-1] == FULL
+    assert {"keep", "full"} in raced(model)
 
 
 def test_every_action_is_timed_although_few_blocks_can_keep_much():
@@ -565,8 +566,8 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(peak, caplog):
     else:  # weights, gradients and two moments; the step needs temporary bytes, too
         budgeted(model, 4 * weights)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        run(model, [tiny_batch("llama", batch=1, tokens=4)] * 13, optimizer)
-        assert actions(model) == {KEEP}
+        run(model, [tiny_batch("llama", batch=1, tokens=4)] * (PLANNED + 1), optimizer)
+        assert {"keep"} in raced(model)
         assert "(no plan fits)" in str(hf_ckpt.describe(model))
     assert installation(model).planned.over
     (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
@@ -686,4 +687,4 @@ def test_a_count_ends_with_the_forward_or_backward_that_raised_although_its_trac
     assert kept.tb
     assert not dispatch_modes()
     run(model, [BATCH] * PLANNED)
-    assert actions(model) == {KEEP}
+    assert {"keep"} in raced(model)
