@@ -68,10 +68,10 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
 @pytest.mark.long
 def test_plans_of_a_budget_are_written_with_their_predicted_peak(tmp_path):
     spec = {f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}}
-    trainer(tmp_path, max_steps=12, logging_steps=12, **spec).train()
+    trainer(tmp_path, max_steps=24, logging_steps=24, **spec).train()
     (row,), plans = metrics(tmp_path), metrics(tmp_path, "plan")
     assert row["memory/predicted_gib"] * 2**30 == plans[-1]["plan"]["prediction"]["peak_bytes"]
-    assert {row["action"] for row in plans[-1]["plan"]["stacks"]["decoder"]} == {"keep"}
+    assert 0 < row["memory/predicted_gib"] <= 1
 
 
 def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):

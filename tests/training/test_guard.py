@@ -211,7 +211,7 @@ def test_a_planned_policy_is_planned_again_for_less(policy):
     model, batch = tiny_model("llama", dropout=0.0), tiny_batch("llama", tokens=64, batch=4)
     reference = copy.deepcopy(model)
     planned(model, {"policy": policy, **({"budget": "4MiB"} if policy == "budget" else {})})
-    for _ in range(9):  # until the plan is on
+    for _ in range(20):  # until the plan is on
         forward_and_backward(model, batch)
         model.zero_grad(set_to_none=True)
     guard, predicted = OomGuard(model, exact=True), []

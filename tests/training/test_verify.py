@@ -89,7 +89,7 @@ def test_the_plan_of_a_budget_is_verified_and_its_run_goes_on():
     model = without_state(model_of())
     batch = without_cache(model, tiny_batch("llama", batch=4, tokens=64))
     budgeted(model, BUDGET, check_every=4, head=50)
-    for steps in (2, 10):
+    for steps in (2, 20):
         for _ in range(steps):
             step(model, batch)
             model.zero_grad()

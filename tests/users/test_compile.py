@@ -14,6 +14,7 @@ import torch
 import torch._dynamo
 from accelerate.utils import compile_regions
 from helpers.compiled import each_block, each_block_replaced, each_forward, in_place, kept
+from helpers.planned import raced
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, outcome, without_cache
 
@@ -241,13 +242,13 @@ def test_a_budget_is_planned_by_eager_steps():
     run(**batch).loss.backward()
     assert [action.kind for action in hf_ckpt.describe(model).plan.active().values()] == ["full"] * LAYERS
     with torch.compiler.set_stance("force_eager"):
-        for _ in range(9):
+        for _ in range(20):
             model.zero_grad()
             run(**batch).loss.backward()
     model.zero_grad()
     described = hf_ckpt.describe(model)
     assert described.plan.prediction.budget_bytes == 2**30
-    assert "full" not in {action.kind for action in described.plan.active().values()}  # everything fits
+    assert {"keep"} in raced(model)  # everything fits
     run(**batch).loss.backward()
     assert (counters["stats"]["unique_graphs"], not counters["graph_break"]) == (2, True)
 
