@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import attach, describe, detach
 from hf_ckpt.attach.process import hook_process, unhook_process
 from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation, spec_of
+from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.description import Description
@@ -21,6 +23,8 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec, SpecLike
 from hf_ckpt.training.session import Session
 from hf_ckpt.training.watch import Watch
+
+log = logging.getLogger(__name__)
 
 
 def install(
@@ -125,6 +129,10 @@ def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
     else:
         spec = Spec.parse(asked)
         plan = make_plan(spec, found.blocks, found.family, found.model)
+        most = 1 + max(block.index for block in found.blocks)
+        if spec.every_n_layers > most:
+            text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
+            warn_once(log, text, spec.every_n_layers, found.model, most)
     return spec, plan
 
 

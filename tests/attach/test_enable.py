@@ -111,9 +111,11 @@ def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
     assert warned == (asked == {"use_reentrant": True})
 
 
-def test_a_step_beyond_the_stack_is_described():
-    for every in (4, 100):
-        assert "full on block 0 of 4" in plan_of({"every_n_layers": every}).summary()
+def test_a_step_beyond_the_stack_is_said(caplog):
+    assert "full on block 0 of 4" in plan_of({"every_n_layers": 4}).summary()
+    assert not caplog.records
+    assert "full on block 0 of 4" in plan_of({"every_n_layers": 100}).summary()
+    assert "`every_n_layers` is 100, but no stack of LlamaForCausalLM has more than 4 blocks" in caplog.text
 
 
 def test_a_plan_does_not_name_blocks_that_were_deleted():
