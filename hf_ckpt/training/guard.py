@@ -295,7 +295,9 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error without tracebacks and its causes: their frames hold the activations of the step."""
-    error.__cause__ = None
-    error.__context__ = None
-    return error.with_traceback(None)
+    """Return the error without tracebacks: their frames hold the activations of the step."""
+    chain: list[BaseException] = [error]
+    for seen in chain:
+        seen.__traceback__ = None
+        chain += [other for other in (seen.__cause__, seen.__context__) if other is not None and other not in chain]
+    return error
