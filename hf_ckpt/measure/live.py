@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -19,21 +20,21 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 """Types of tensors that do not wrap others."""
 
 
-class Reader:
+class Reader(abc.ABC):
     """Reads memory at the boundaries of a step."""
 
     has_raised: Callable[[], bool] = bool
     """Returns whether the step that it reads has ended by an error."""
 
+    @abc.abstractmethod
     def read(self) -> tuple[int, int]:
         """Return (bytes alive, most bytes alive since the last call)."""
-        raise NotImplementedError
 
-    def start(self) -> None:
-        """Begin to read, or go on after `stop`."""
+    def start(self) -> None:  # noqa: B027
+        """Begin to read, or go on after `stop`. An allocator always counts, so there is nothing to do."""
 
-    def stop(self) -> None:
-        """Stop reading."""
+    def stop(self) -> None:  # noqa: B027
+        """Stop reading. An allocator always counts, so there is nothing to do."""
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
