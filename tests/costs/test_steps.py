@@ -157,11 +157,27 @@ def test_every_plan_needs_what_two_steps_have_shown(machine, data):
 
 
 @given(st.builds(Machine, st.just(5), *[st.integers(0, 1000)] * 9, st.just(2)), st.sampled_from(ACTIONS))
-def test_a_kind_of_one_block_has_bounds(machine, action):
-    """Of one block, one step shows every forward, and the next one backward; the others have bounds."""
+def test_a_kind_of_one_block_learns_from_equal_modules(machine, action):
+    """Of one block, one step shows every forward, and the next one backward; other kinds show the rest."""
     costs = measured(machine, batch_of(8)).costs(batch_of(8))
-    real, under_full = (step_of(machine.levels([FULL, FULL, which, FULL, FULL])).peak_bytes for which in (action, FULL))
-    assert max(real, machine.start) <= costs.peak({"b2": action}) <= max(real, under_full)
+    real = step_of(machine.levels([FULL, FULL, action, FULL, FULL])).peak_bytes
+    assert costs.peak({"b2": action}) == max(real, machine.start)
+
+
+def test_a_bound_is_no_larger_than_what_equal_modules_have_shown():
+    known = blocks_of(Machine())
+    known._numbers.update({(0, True): 0, (0, False): 1, (1, True): 2})
+    changes = {(0, KEEP): Change(backward_peak=-5), (1, KEEP): Change(backward_peak=-9), (2, KEEP): Change()}
+    completed = known._completed(changes, {(0, KEEP), (2, KEEP)}, [0, 1, 2])
+    assert [completed[kind, KEEP].backward_peak for kind in range(3)] == [-9, -9, 0]
+
+
+def test_with_another_state_of_the_optimizer_everything_is_measured_again():
+    known = measured(Machine(), batch_of(8))
+    assert batch_of(8) in known.tried
+    known.forget_steps()
+    assert known.reference(batch_of(8)) is None
+    assert batch_of(8) not in known.tried
 
 
 def test_steps_that_tell_nothing():

@@ -12,10 +12,11 @@ import pytest
 import torch
 from helpers.adapters import two_adapters
 from helpers.custom import LAYERS, custom_loss, custom_model, work
-from helpers.steps import assert_same, outcome, planned, without_cache
+from helpers.steps import assert_same, outcome, planned, step, without_cache
 from torch import nn
 
 import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.errors import ChangedBlockError, InPlaceError
@@ -223,3 +224,20 @@ def test_counts_of_deepspeed_go_on():
     model.eval()  # so that some state is restored
     loss.backward()
     assert inner.applied_pre_backward_ref_cnt == 2
+
+
+@pytest.mark.skipif(not compat.transformers.HOOKS_STAY_OUTSIDE, reason="a block runs together with its hooks")
+def test_a_hook_on_the_block_itself_is_no_setting_of_it():
+    """Such as those of a measured step: nothing is walked over anew. A hook inside the block is a setting."""
+    model, batch = tiny_model("llama"), tiny_batch("llama")
+    planned(model, "full")
+    step(model, batch)
+    block = model.model.layers[1]
+    region = installation(model).regions["model.layers.1"]
+    seen = [region.settings]
+    for module in (block, block.mlp):
+        module.register_forward_hook(lambda *_: None)
+        step(model, batch)
+        seen.append(region.settings)
+    assert seen[1] is seen[0]
+    assert seen[2] is not seen[1]
