@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.costs.steps import NOTHING, Freed
 from hf_ckpt.engines.head.logits import auto_helps
 from hf_ckpt.spec.actions import Action
 
-Mark = Callable[[str, str, bool, Action | None], None]
+Mark = Callable[[str, str, bool, Action | None, Freed], None]
 """Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether the block's
-input, or its output, requires gradients; for a mark of `engines.trials`, its action)."""
+input, or its output, requires gradients; for a mark of `engines.trials`, its action, and what the action frees)."""
 Gone = Callable[[], None] | None
 
 
@@ -95,11 +96,13 @@ class Boundaries:
             handle.remove()
         self._handles = []
 
-    def mark(self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None) -> None:
+    def mark(
+        self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None, freed: Freed = NOTHING
+    ) -> None:
         """Mark a boundary, until `remove` is called."""
         with self._lock:
             if self._mark is not None:
-                self._mark(what, block, has_graph, action)
+                self._mark(what, block, has_graph, action, freed)
 
     def _at(self, name: str, ended: bool, module: nn.Module, args: Any, other: Any) -> None:
         """Forward hook: the forward of a block begins with these arguments, or has ended with the output `other`."""

@@ -19,10 +19,12 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.check import Check
+from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.offload import Mover
 from hf_ckpt.engines.region import Region, Request, make
+from hf_ckpt.engines.trials import Mark, Trial, Trials, Tries, unmarked
 from hf_ckpt.models.blocks import base_model, plain_modules
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -117,6 +119,15 @@ class Functions:
                 )
             )
         return self.made[key]
+
+    def trials(self, block: str, tries: Tries, mark: Mark = unmarked) -> Trials:
+        """Return the trials of one block, see `engines.trials`, and make the functions that do not exist yet."""
+
+        def trial(action: Action) -> Trial:
+            return Trial(action, None if action == KEEP else self.function(block, action))
+
+        last = None if tries.last is None else trial(tries.last)
+        return Trials(block, mark, tuple(map(trial, tries.shown)), last)
 
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
         """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.
@@ -246,6 +257,18 @@ class Installation:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+    def begin_trials(self, tries: Mapping[str, Tries], mark: Mark) -> None:
+        """From the next forward on, the recomputations of blocks under `full` try actions: block -> which."""
+        for name, region in self.regions.items():
+            if isinstance(region, FullRegion) and name in tries:
+                region.trials = self.functions.trials(name, tries[name], mark)
+
+    def end_trials(self) -> None:
+        """End what `begin_trials` began."""
+        for region in self.regions.values():
+            if isinstance(region, FullRegion):
+                region.trials = None
 
     def end_watch(self) -> None:
         """Stop all checks: a step has run out of memory, so there is no room for them."""

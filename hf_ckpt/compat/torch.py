@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -325,6 +326,16 @@ def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fake: with a shape and a type, but no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def users_of(tensor: torch.Tensor) -> int:
+    """How much refers to a tensor or to its memory: Python objects, autograd's nodes, and views.
+
+    More of them after a block has run mean that its graph keeps the tensor.
+    """
+    of_memory: int = private("torch._C._storage_Use_Count")(tensor.untyped_storage()._cdata)
+    nodes: int = private("torch.Tensor._use_count")(tensor)
+    return sys.getrefcount(tensor) + nodes + of_memory
 
 
 def is_any_wrapper(types: Iterable[type]) -> bool:

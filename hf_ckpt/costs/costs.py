@@ -6,12 +6,13 @@ the backwards of the calls in reverse, and the optimizer's step.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hf_ckpt.costs.steps import CallName, Change, Part, Step
+from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, offloads
 from hf_ckpt.spec.plan import Block
 
@@ -33,6 +34,10 @@ class Cost:
     lent_bytes: int = 0
     """How many of the bytes that its forward leaves are freed when the model's forward ends, such as autocast's copies
     of weights."""
+    shared_bytes: int = 0
+    """Bytes that are freed when the stack returns, unless another call of it keeps them, such as masks."""
+    rebuilt_bytes: int = 0
+    """Bytes that are not kept if this is so under the action of the call before, too: see `Freed.rebuilt`."""
 
     @property
     def kept_bytes(self) -> int:
@@ -44,8 +49,7 @@ class Cost:
 class CallCosts:
     """What a call costs under every action that it may have."""
 
-    blocks: tuple[Block, ...]
-    """The block; or all blocks of a segment, which counts as one call."""
+    block: Block
     gradient_bytes: int
     """Bytes that its backward leaves alive, such as gradients."""
     costs: Mapping[Action, Cost]
@@ -53,26 +57,6 @@ class CallCosts:
     def first_of(self, *actions: Action) -> Action:
         """The first of these actions that the call may have; its first action if it may have none of them."""
         return next((action for action in actions if action in self.costs), next(iter(self.costs)))
-
-
-@dataclasses.dataclass(frozen=True)
-class StackEnd:
-    """What is freed when the forward of a stack ends, because only its variables held it."""
-
-    first: int
-    """Place of its first call."""
-    last: int
-    """Place of its last call."""
-    input_bytes: Mapping[Action, int]
-    """Bytes of the stack's input that are freed if the first call has this action."""
-    shared_bytes: Mapping[Action, int]
-    """Bytes of what all calls share, such as masks, that are freed if all calls have this action. A call with an action
-    that frees less keeps the rest."""
-
-    def freed(self, choice: Choice) -> int:
-        """Bytes that are freed if the calls of the whole model have these actions."""
-        kept = [ON_DEVICE.get(action, action) for action in choice[self.first : self.last + 1]]
-        return self.input_bytes[kept[0]] + min(self.shared_bytes[action] for action in kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +100,6 @@ class Costs:
     input_bytes: int
     """Bytes of a block's hidden states."""
     static: Static
-    ends: tuple[StackEnd, ...] = ()
-    """What is freed at the ends of stacks, if that is known. `Cost` does not contain it."""
     family: str = ""
     model: str = ""
     tokens: int = 0
@@ -143,15 +125,6 @@ class Costs:
         """Bytes alive throughout a micro-step."""
         return self.static.always + (self.static.gradients if self.accumulation > 1 else 0)
 
-    def fixing(self, actions: Mapping[str, Action]) -> Costs:
-        """Give blocks, by name, one action only, under which they were measured."""
-        calls = list(self.calls)
-        for place, call in enumerate(calls):
-            if call.blocks[0].name in actions:
-                only = {actions[call.blocks[0].name]: next(iter(call.costs.values()))}
-                calls[place] = dataclasses.replace(call, costs=only)
-        return dataclasses.replace(self, calls=tuple(calls))
-
     def uniform(self, action: Action) -> Choice:
         """The choice that gives `action` to every call that may have it.
 
@@ -162,7 +135,7 @@ class Costs:
     def choice(self, chosen: Mapping[str, Action]) -> Choice:
         """The choice that gives blocks, by name, these actions if they may have them; others keep least."""
         least = FULL if FULL in self.actions else COMPILED
-        return tuple(call.first_of(chosen.get(call.blocks[0].name, least), least) for call in self.calls)
+        return tuple(call.first_of(chosen.get(call.block.name, least), least) for call in self.calls)
 
     def peak(self, chosen: Mapping[str, Action]) -> int:
         """The predicted peak of that choice."""
@@ -170,45 +143,27 @@ class Costs:
 
 
 def costs_of_step(
-    full: Step,
-    blocks: Sequence[Block],
-    kinds: Mapping[CallName, int],
-    changes: Mapping[tuple[int, Action], Change],
-    ratios: Mapping[tuple[int, Action], float],
-    actions: Sequence[Action],
+    full: Step, blocks: Sequence[Block], trials: Mapping[CallName, Mapping[Action, Trial]], actions: Sequence[Action]
 ) -> Costs:
-    """The costs of all plans, from a step under `full` and what other actions change in it.
+    """The costs of all plans, from a step under `full` and what its calls would need under other actions.
 
     Args:
         full: the step. A block that is called several times occurs several times.
         blocks: the block of each call.
-        kinds: call -> number of its kind; actions change all calls of one kind alike.
-        changes: (kind, action) -> what it changes. Actions without an entry are not chosen for the kind.
-        ratios: (kind, action) -> time of forward and backward as a share of that under `full`; 1 if missing.
-        actions: to choose from. The first keeps most; the last is that of `full`.
+        trials: call -> action that it may have -> what it needs under it.
+        actions: all of these, those that keep most first.
     """
-    last, level = full.calls[-1], full.before.net
-    levels, costs = [], []
-    """After each forward, the bytes that outlive the model's forward; and what the call costs under each action."""
+    last = full.calls[-1]
+    level = full.before.net
+    levels = []
+    """After each forward, the bytes that outlive the model's forward."""
+    costs = []
     for call in full.calls:
-        kind, back, behind = kinds[call.name], call.backward, call.behind
-        if call is last:
-            behind = Part()  # what runs after the last call is the head
-        own = {action: changes[kind, action] for action in actions[:-1] if (kind, action) in changes}
-        own = {**own, actions[-1]: Change()} if back else {actions[0]: Change()}
+        between = Part() if call is last else call.behind  # what runs after the last call is the head
         # What a call frees at the end of the forward under `full`, but not under some other action.
-        lent = max(change.later for change in own.values())
-        of_actions = {}
-        for action, change in own.items():
-            net, spent = call.forward.net + change.forward_net, call.forward.nanoseconds
-            forward, backward = Part(max(0, net, call.forward.peak + change.forward_peak), net, spent), Part()
-            if back:
-                end = back.net - change.forward_net - change.later
-                rest = round((spent + back.nanoseconds) * ratios.get((kind, action), 1.0)) - spent
-                backward = Part(max(0, end, back.peak + change.backward_peak), end, max(0, rest))
-            of_actions[action] = Cost(forward.then(behind), backward, lent - change.later)
-        costs.append(of_actions)
-        level += call.forward.net + behind.net - lent
+        lent = max(trial.later for trial in trials[call.name].values())
+        costs.append({action: _cost(call, trial, between, lent) for action, trial in trials[call.name].items()})
+        level += call.forward.net + between.net - lent
         levels.append(level)
     # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
     # that forwards do not explain.
@@ -217,7 +172,7 @@ def costs_of_step(
     gradients[-1] += level - levels[places[0][0]]
     for (place, net), (before, _) in itertools.pairwise(places):
         gradients[place] += net - levels[before] + levels[place]
-    calls = (CallCosts((block,), left, found) for block, left, found in zip(blocks, gradients, costs, strict=True))
+    calls = (CallCosts(block, left, of_call) for block, left, of_call in zip(blocks, gradients, costs, strict=True))
     return Costs(
         actions=tuple(actions),
         calls=tuple(calls),
@@ -227,6 +182,21 @@ def costs_of_step(
         input_bytes=max(0, round(statistics.median(call.forward.net for call in full.calls))),
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
     )
+
+
+def _cost(call: Call, trial: Trial, between: Part, lent: int) -> Cost:
+    """What a call costs as a trial has shown, with what runs `between` it and the next call."""
+    kept = trial.kept - trial.freed.hidden
+    net = call.forward.net + kept
+    forward = Part(max(0, net, trial.forward_peak), net, call.forward.nanoseconds)
+    backward = Part()
+    if call.backward is not None:
+        end = call.backward.net - kept - trial.later
+        peak = trial.backward_peak
+        if peak is None:  # it needs at most as much as under `full`, which holds all that a block keeps
+            peak = call.backward.peak - trial.kept - trial.later
+        backward = Part(max(0, end, peak), end, trial.backward_nanoseconds)
+    return Cost(forward.then(between), backward, lent - trial.later, trial.freed.shared, trial.freed.rebuilt)
 
 
 def with_offloading(
@@ -356,20 +326,34 @@ def timeline(costs: Costs, choice: Choice) -> Timeline:
         moments.append(Moment(label, static + gradients + kept + beside, static, gradients, kept, part))
 
     add("embedding", costs.before, 0)
-    level, lent, calls = costs.before.net, 0, []
-    for place, (call, action) in enumerate(zip(costs.calls, choice, strict=True)):
-        cost, block = call.costs[action], call.blocks[0]
-        add(f"forward of {block.stack} {block.index}", cost.forward, level)
-        level, lent = level + cost.forward.net, lent + cost.lent_bytes
-        level -= sum(end.freed(choice) for end in costs.ends if end.last == place)
+    level = costs.before.net
+    lent = 0
+    calls = []
+    rebuilt: dict[str, int] = {}
+    """Stack -> `rebuilt_bytes` of its last call so far."""
+    for call, action in zip(costs.calls, choice, strict=True):
+        cost = call.costs[action]
+        add(f"forward of {call.block.stack} {call.block.index}", cost.forward, level)
+        level += cost.forward.net - min(cost.rebuilt_bytes, rebuilt.get(call.block.stack, 0))
+        lent += cost.lent_bytes
+        rebuilt[call.block.stack] = cost.rebuilt_bytes
         calls.append((call, cost, level - lent))
     forward, backward = costs.head
-    add("head and loss", forward, level)
-    add("head and loss, backward", backward, level - lent, forward.net)
+    shared = _freed_with_stacks(costs, choice)
+    add("head and loss", forward, level - shared)
+    add("head and loss, backward", backward, level - shared - lent, forward.net)
     for call, cost, level in reversed(calls):
-        block = call.blocks[-1]
-        add(f"backward of {block.stack} {block.index}", cost.backward, level + costs.at_backward_bytes)
+        label = f"backward of {call.block.stack} {call.block.index}"
+        add(label, cost.backward, level + costs.at_backward_bytes - shared)
         gradients += call.gradient_bytes
     gradients = costs.static.gradients
     add("optimizer step", Part(costs.static.step_bytes, 0, costs.optimizer_nanoseconds), 0)
     return Timeline(tuple(moments))
+
+
+def _freed_with_stacks(costs: Costs, choice: Choice) -> int:
+    """Bytes that all calls of a stack are given, and that are freed when it returns because none of them keeps them."""
+    of_stacks = collections.defaultdict[str, list[int]](list)
+    for call, action in zip(costs.calls, choice, strict=True):
+        of_stacks[call.block.stack].append(call.costs[action].shared_bytes)
+    return sum(map(min, of_stacks.values()))

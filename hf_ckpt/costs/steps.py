@@ -1,4 +1,4 @@
-"""Measured steps: what a step needs under `full`, and what each action changes. Pure, does not import torch.
+"""Measured steps: what a step needs under `full`, and what each call needs under other actions. Pure, without torch.
 
 A step consists of what runs before the blocks, the call of every block, what runs between two calls, and the backward
 of every call. The step of a plan is that under `full`, plus the differences that the plan's actions make. Bytes add
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hf_ckpt.spec.actions import Action
 
@@ -33,17 +34,26 @@ class Part:
         net, nanoseconds = self.net + other.net, self.nanoseconds + other.nanoseconds
         return Part(max(self.peak, self.net + other.peak), net, nanoseconds)
 
-    def scaled(self, factor: float) -> Part:
-        """All bytes multiplied by a factor, rounded up."""
-        return Part(_up(self.peak * factor), _up(self.net * factor), self.nanoseconds)
+
+@dataclasses.dataclass(frozen=True)
+class Freed:
+    """Bytes that a call was given, and that an action does not keep for the backward. `full` keeps all of them."""
+
+    hidden: int = 0
+    """Of its hidden states, which are freed when it returns."""
+    shared: int = 0
+    """Of what all calls of a stack are given, such as masks, which is freed when the stack returns."""
+    rebuilt: int = 0
+    """Of hidden states that the action rebuilds if the call before has it, too, because each ends with a norm."""
+
+
+NOTHING = Freed()
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What a call would keep and need under another action. All in bytes."""
+    """What a call keeps and needs under an action. All in bytes, but for the times."""
 
-    arrival: int
-    """What is allocated between the arrival of the gradient and the first operation of the backward."""
     forward_peak: int
     """Most bytes alive in the forward, above those at its beginning."""
     kept: int
@@ -52,37 +62,14 @@ class Trial:
     """Autocast's copies of weights that the backward needs; they outlive the model's forward."""
     backward_peak: int | None = None
     """Most bytes alive in the backward, above those when its gradient arrives; None if it was not tried."""
-
-    def scaled(self, factor: float) -> Trial:
-        """All bytes multiplied by a factor, rounded up."""
-        back = self.backward_peak
-        return Trial(
-            arrival=_up(self.arrival * factor),
-            forward_peak=_up(self.forward_peak * factor),
-            kept=_up(self.kept * factor),
-            later=self.later,
-            backward_peak=None if back is None else _up(back * factor),
-        )
-
-    def change(self, call: Call) -> Change:
-        """What the action changes in the call that it was tried in.
-
-        Without a trial of the backward, it needs at most as much as under `full`, which holds all that a block keeps.
-        """
-        assert call.backward is not None
-        if self.backward_peak is None:
-            backward_peak = -(self.kept + self.later)
-        else:
-            backward_peak = self.backward_peak - call.backward.peak
-        return Change(self.forward_peak - call.forward.peak, self.kept, self.later, backward_peak)
-
-    def recomputed(self, call: Call) -> Change:
-        """What it changes to recompute the block in backward, under this action."""
-        assert call.backward is not None
-        if self.backward_peak is None:
-            return Change()
-        forward = self.arrival + self.forward_peak
-        return Change(backward_peak=max(forward, self.kept + self.later + self.backward_peak) - call.backward.peak)
+    arrival: int = 0
+    """What is allocated between the arrival of the gradient and the first operation of the backward."""
+    freed: Freed = NOTHING
+    """What the action does not keep of what the call is given."""
+    forward_nanoseconds: int = 0
+    """Time of the forward; 0 if it was not timed."""
+    backward_nanoseconds: int = 0
+    """Time of the backward; 0 if it was not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +87,17 @@ class Call:
     trials: Mapping[Action, Trial] = dataclasses.field(default_factory=dict)
     """What it would keep and need under other actions."""
 
-    def scaled(self, factor: float) -> Call:
-        """All bytes multiplied by a factor, rounded up."""
-        return Call(
-            self.name,
-            self.has_input_graph,
-            self.forward.scaled(factor),
-            self.behind.scaled(factor),
-            self.backward and self.backward.scaled(factor),
-            {action: trial.scaled(factor) for action, trial in self.trials.items()},
-        )
+    def under_full(self) -> Trial:
+        """What it keeps and needs as it ran: under `full`."""
+        backward = self.backward or Part()
+        return Trial(self.forward.peak, 0, 0, backward.peak, backward_nanoseconds=backward.nanoseconds)
+
+    def recomputed(self, trial: Trial) -> Trial:
+        """What it keeps and needs if its recomputation runs as in a trial, which has tried the backward."""
+        assert trial.backward_peak is not None
+        peak = max(trial.arrival + trial.forward_peak, trial.kept + trial.later + trial.backward_peak)
+        spent = trial.forward_nanoseconds + trial.backward_nanoseconds
+        return dataclasses.replace(self.under_full(), backward_peak=peak, backward_nanoseconds=spent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,17 +125,11 @@ class Step:
     def __getitem__(self, name: CallName) -> Call | None:
         return next((call for call in self.calls if call.name == name), None)
 
-    def raised(self, other: Step) -> Step:
-        """The same step with the larger of both steps' memory outside the step."""
-        start = max(self.start_bytes, other.start_bytes)
-        outside = max(self.outside_peak_bytes, other.outside_peak_bytes)
-        return dataclasses.replace(self, start_bytes=start, outside_peak_bytes=outside)
-
     def scaled(self, factor: float) -> Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
-        calls = tuple(call.scaled(factor) for call in self.calls)
-        begun = _up(self.at_backward_bytes * factor)
-        return dataclasses.replace(self, before=self.before.scaled(factor), calls=calls, at_backward_bytes=begun)
+        begun = _scaled(self.at_backward_bytes, factor)
+        before = _scaled(self.before, factor)
+        return dataclasses.replace(self, before=before, calls=_scaled(self.calls, factor), at_backward_bytes=begun)
 
     def with_trials(self, other: Step) -> Step:
         """The same step with what another step of the same batch has tried."""
@@ -157,22 +139,6 @@ class Step:
             trials = {} if tried is None else tried.trials
             calls.append(dataclasses.replace(call, trials={**call.trials, **trials}))
         return dataclasses.replace(self, calls=tuple(calls))
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """What an action changes in one call of a block, compared with `full`. All in bytes."""
-
-    forward_peak: int = 0
-    forward_net: int = 0
-    later: int = 0
-    """What is kept after the model's forward, in addition to `forward_net`."""
-    backward_peak: int = 0
-
-    def larger(self, other: Change) -> Change:
-        """The larger of both, field by field."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Change(*(max(pair) for pair in pairs))
 
 
 def joined(full: Step, other: Step, order: Sequence[str]) -> Step:
@@ -193,5 +159,17 @@ def joined(full: Step, other: Step, order: Sequence[str]) -> Step:
     return dataclasses.replace(full, calls=tuple(calls), at_backward_bytes=full.at_backward_bytes + kept)
 
 
-def _up(number: float) -> int:
-    return -int(-number // 1)
+def _scaled(value: Any, factor: float) -> Any:
+    """Records of steps that were not timed, with all bytes in them multiplied by a factor and rounded up."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -int(-value * factor // 1)
+    if isinstance(value, tuple):
+        return tuple(_scaled(part, factor) for part in value)
+    if isinstance(value, Mapping):
+        return {key: _scaled(part, factor) for key, part in value.items()}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = [
+        field.name for field in dataclasses.fields(value) if field.name != "name"
+    ]  # which has a number of its own
+    return dataclasses.replace(value, **{name: _scaled(getattr(value, name), factor) for name in fields})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,11 @@ class Recomputing(Protocol):
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
     def recompute(
-        self, again: Callable[[Callable[..., Any]], Any], plain: Callable[..., Any], inner: Callable[..., Any]
+        self,
+        again: Callable[[Callable[..., Any]], Any],
+        plain: Callable[..., Any],
+        inner: Callable[..., Any],
+        given: Sequence[torch.Tensor],
     ) -> Any: ...
 
 
@@ -148,7 +152,8 @@ class Counted:
         self.region.recomputed += 1
         try:
             if self.trials is not None:
-                return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn)
+                given = [tensor for tensor in (*args, *self.state.inputs.tensors) if isinstance(tensor, torch.Tensor)]
+                return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn, given)
             return compat.torch.run_again(self.state.recompute, self.fn, args)
         except compat.torch.StopRecomputation:
             raise

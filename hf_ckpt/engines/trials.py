@@ -17,21 +17,41 @@ trial has kept, and so shows what the backward needs under the action.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import operator
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hf_ckpt import compat
+from hf_ckpt.costs.steps import Freed
 from hf_ckpt.engines.rebuild.full_selective import Rebuilding
 from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.engines.rebuild.tape import running
 from hf_ckpt.spec.actions import Action
 
 
 class Mark(Protocol):
-    """Called with the name of a mark, of a block and, for a trial, its action."""
+    """Called with the name of a mark and of a block; for a trial, with its action, and at its end with what the block
+    was given and the action does not keep."""
 
-    def __call__(self, what: str, block: str = ..., has_graph: bool = ..., action: Action | None = ...) -> None: ...
+    def __call__(
+        self, what: str, block: str = ..., has_graph: bool = ..., action: Action | None = ..., freed: Freed = ...
+    ) -> None: ...
+
+
+def unmarked(*args: Any, **kwargs: Any) -> None:
+    """A `Mark` that does nothing."""
+
+
+class Tries(NamedTuple):
+    """What a measured step tries on one block."""
+
+    shown: tuple[Action, ...] = ()
+    """Actions whose forward runs while the block is recomputed."""
+    last: Action | None = None
+    """The action of the recomputation itself, whose backward shows, too; None for that of `full`."""
 
 
 class Trial(NamedTuple):
@@ -72,6 +92,7 @@ class Trials:
         again: Callable[[Callable[..., Any]], Any],
         plain: Callable[..., Any],
         inner: Callable[..., Any],
+        given: Sequence[torch.Tensor],
     ) -> Any:
         """Run the trials, and then the recomputation.
 
@@ -79,13 +100,14 @@ class Trials:
             again: runs a function in the state of the forward, with the arguments of the forward.
             plain: the block's own forward.
             inner: what `inner` returned for it.
+            given: the tensors that the block is given, first its hidden states.
         """
         for trial in self.shown:
             with compat.torch.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
-                self._run(trial, "shown", again, plain, _alone(trial, plain))
+                self._run(trial, "shown", again, plain, _alone(trial, plain), given)
         if self.last is None:
             return again(inner)
-        self._run(self.last, "kept", again, plain, inner)
+        self._run(self.last, "kept", again, plain, inner, given)
         return None  # torch's checkpoint does not use the output
 
     def _run(
@@ -95,6 +117,7 @@ class Trials:
         again: Callable[[Callable[..., Any]], Any],
         plain: Callable[..., Any],
         runs: Callable[..., Any],
+        given: Sequence[torch.Tensor],
     ) -> None:
         if compat.devices.autocast_is_on() and torch.is_autocast_cache_enabled():
             with compat.torch.without_saved_tensor_hooks():
@@ -102,14 +125,46 @@ class Trials:
         self.mark("cast", self.block, True, trial.action)
         torch.clear_autocast_cache()
         self.mark("trial", self.block, True, trial.action)
+        tensors = _Tensors(given)
         output = again(runs)
-        # The graph holds what the action keeps. The output belongs to the block behind.
-        graph = [leaf.grad_fn for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        del output
+        # The graph holds what the action keeps. The hidden states that it returns belong to the block behind.
+        returned = [leaf for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        graph = [leaf.grad_fn for leaf in returned]
+        tensors.pass_on(returned[1:])
+        del output, returned
         self.mark("tried", self.block, True, trial.action)
         torch.clear_autocast_cache()
-        self.mark(ends_with, self.block, True, trial.action)
+        self.mark(ends_with, self.block, True, trial.action, tensors.freed(trial))
         del graph
+
+
+class _Tensors:
+    """The tensors that a block is given in a trial, and which of them the action keeps.
+
+    torch's checkpoint holds them in a recomputation, so that no count of memory shows it.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self._given = given
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in given]
+        self._users = list(map(compat.torch.users_of, given))
+        self._passed_on: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what the block returns beside hidden states, such as T5's position bias: other blocks are given it."""
+        self._passed_on = [(weakref.ref(tensor), tensor.untyped_storage().nbytes()) for tensor in tensors]
+
+    def freed(self, trial: Trial) -> Freed:
+        """Return the bytes of what the action does not keep."""
+        users = list(
+            map(compat.torch.users_of, self._given)
+        )  # counted as before, because a loop refers to tensors, too
+        are_kept = map(operator.gt, users, self._users)
+        sizes = [0 if is_kept else size for size, is_kept in zip(self._sizes, are_kept, strict=True)]
+        hidden, *others = sizes or [0]
+        shared = sum(others) + sum(size for tensor, size in self._passed_on if tensor() is None)
+        ends_with_norm = trial.region is not None and trial.region.reaches_back and running.norm_output is not None
+        return Freed(hidden, shared, self._sizes[0] - hidden if ends_with_norm else 0)
 
 
 def _alone(trial: Trial, plain: Callable[..., Any]) -> Callable[..., Any]:

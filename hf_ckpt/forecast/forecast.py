@@ -22,7 +22,6 @@ from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.families import GENERIC
 from hf_ckpt.planner.budgets import choice_within, frontier, plan_of, plan_within
-from hf_ckpt.planner.segments import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, budget_bytes, format_bytes, format_seconds, parse_budget
@@ -227,11 +226,10 @@ class Forecaster:
             return list(itertools.islice(filter(None, both), 1))
         return [*rows.values()]
 
-    def candidates(self, training: Question) -> tuple[Costs, ...]:
+    def candidates(self, training: Question) -> list[Costs]:
         """Return the costs from which the plan for a question is made."""
         costs, device = self.costs_of(training), self.device
-        moving = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, training.host_budget)
-        return (*moving, *(() if training.sharded else in_segments(costs)))
+        return with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, training.host_budget)
 
     def _model(self, training: Question) -> ShallowModel:
         key = training.lora, training.load_in_4bit, training.kbit_preparation  # what suggestions change in a model

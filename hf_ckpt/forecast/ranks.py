@@ -27,11 +27,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from hf_ckpt.costs.costs import Static
-from hf_ckpt.costs.steps import Part, Step
+from hf_ckpt.costs.costs import CallCosts, Costs, Static
+from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.model import ShallowModel, Tensors
 from hf_ckpt.forecast.question import Question
+from hf_ckpt.spec.actions import FULL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Sharding:
             rows.append((whole, cast, *((whole, part * self.element_bytes, cast) if trained else (0, 0, 0))))
         return _Gathered(*map(sum, zip(*rows, strict=True)))
 
-    def static(self, static: Static) -> Static:
+    def _static(self, static: Static) -> Static:
         """What is alive on a rank at every moment, from that of the unsharded model whose optimizer has all shards."""
         return dataclasses.replace(
             static,
@@ -89,23 +90,41 @@ class Sharding:
             buffers=static.buffers + self._outside.whole + self._buffer,
         )
 
-    def step(self, step: Step) -> Step:
-        """The step on a rank, from that of the unsharded model."""
-        outside, above, first = self._outside, self._above, self._blocks[step.names[0][0]].whole
-        before = step.before
-        peak = max(above + outside.cast, before.peak + above, before.net + above + 2 * first)
-        calls, is_first = [], True
-        for call in step.calls:
-            block = self._blocks[call.name[0]]
-            peak_of_forward = max(2 * block.whole, call.forward.peak + block.whole)
-            forward = dataclasses.replace(call.forward, peak=peak_of_forward)
-            backward = call.backward and self._backward(call.backward, block)
-            if backward is not None and is_first:  # after which the gradients outside the blocks are reduced
-                left, is_first = backward.net, False
+    def costs(self, costs: Costs) -> Costs:
+        """The costs on a rank, from those of the unsharded model."""
+        outside = self._outside
+        above = self._above
+        first = self._blocks[costs.calls[0].block.name].whole
+        before = dataclasses.replace(
+            costs.before,
+            peak=max(above + outside.cast, costs.before.peak + above, costs.before.net + above + 2 * first),
+        )
+        last = max(place for place, call in enumerate(costs.calls) if FULL in call.costs)
+        calls = tuple(self._call(call, is_last=place == last) for place, call in enumerate(costs.calls))
+        forward, backward = costs.head
+        # Before the head's backward, parameters outside the blocks are gathered again if they were freed.
+        backward = dataclasses.replace(backward, peak=max(above + outside.cast, backward.peak))
+        static = self._static(costs.static)
+        return dataclasses.replace(costs, before=before, calls=calls, head=(forward, backward), static=static)
+
+    def _call(self, call: CallCosts, *, is_last: bool) -> CallCosts:
+        """What a call costs on a rank. After the backward of the last one, the gradients outside the blocks are
+        reduced."""
+        block = self._blocks[call.block.name]
+        outside = self._outside
+        costs = {}
+        for action, cost in call.costs.items():
+            forward = dataclasses.replace(cost.forward, peak=max(2 * block.whole, cost.forward.peak + block.whole))
+            backward = self._backward(cost.backward, block) if FULL in call.costs else cost.backward
+            if is_last:
+                left = backward.net
                 most = max(left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
                 backward = dataclasses.replace(backward, peak=max(backward.peak, most))
-            calls.append(dataclasses.replace(call, forward=forward, backward=backward))
-        return dataclasses.replace(step, before=dataclasses.replace(before, peak=peak), calls=tuple(calls))
+            costs[action] = dataclasses.replace(cost, forward=forward, backward=backward)
+        gradient_bytes = call.gradient_bytes
+        if FULL in call.costs and not self._accumulated:
+            gradient_bytes += block.kept - block.sent
+        return dataclasses.replace(call, costs=costs, gradient_bytes=gradient_bytes)
 
     def _backward(self, part: Part, block: _Gathered) -> Part:
         gradients, kept = (0, 0) if self._accumulated else (block.sent, block.kept)
@@ -117,7 +136,3 @@ class Sharding:
             left + block.sent + block.kept + block.summed,
         )
         return Part(peak, left + kept, part.nanoseconds)
-
-    def head(self, part: Part) -> Part:
-        """The head's backward, before which parameters outside the blocks are gathered again if they were freed."""
-        return dataclasses.replace(part, peak=max(self._above + self._outside.cast, part.peak))

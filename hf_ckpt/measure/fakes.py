@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import inspect
 import weakref
 from collections.abc import Callable
@@ -29,19 +28,11 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, price: Price, *holders: Holder, padded: bool, casts: bool) -> None:
-        self.part: Any = None
-        """The part of the step that runs now; None outside the parts whose allocations are followed."""
         super().__init__(*holders)
         self._price, self._padded, self._casts = price, padded, casts
         self._sources: dict[int, int] = {}
         """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
         self._nanoseconds = 0
-        self.next_part: Any = None
-        """The part that begins with the next operation, if any."""
-        self.freed: collections.Counter[tuple[Any, Any]] = collections.Counter()
-        """(part that allocated memory, part in which it was freed) -> bytes."""
-        self._parts: dict[int, Any] = {}
-        """Address of a storage -> the part that allocated it."""
 
     def stamp(self) -> Any:
         """Return the nanoseconds so far."""
@@ -52,8 +43,6 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         return last - first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.next_part is not None:
-            self.part, self.next_part = self.next_part, None
         if func is torch.ops.prim.device.default and compat.torch.is_fake(args[0]):
             return args[0].fake_device  # asked about as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
@@ -71,24 +60,6 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
         if any(new) or func._schema.is_mutable:
             self._nanoseconds += self._time_of(func, args, kwargs, result, made)
         return result
-
-    def _count(self, tensor: torch.Tensor) -> bool:
-        new = super()._count(tensor)
-        if new and self.part is not None:
-            self._parts[tensor.untyped_storage()._cdata] = self.part
-        return new
-
-    def _freed(self, key: int, size: int) -> None:
-        super()._freed(key, size)
-        part = self._parts.pop(key, None)
-        if part is not None and self.part is not None:
-            self.freed[part, self.part] += size
-
-    def allocated_by(self, tensor: torch.Tensor, part: Any) -> None:
-        """Count the memory of a tensor, if it was allocated in some part, as allocated by another part."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._parts:
-            self._parts[key] = part
 
     def _source(self, tensor: torch.Tensor) -> int:
         key: int = tensor.untyped_storage()._cdata

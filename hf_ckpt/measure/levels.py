@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
+from hf_ckpt.costs.steps import NOTHING, Call, CallName, Freed, Part, Step, Trial
 from hf_ckpt.measure.live import Holder, LiveBytes, Reader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 from hf_ckpt.spec.actions import Action
@@ -53,6 +53,8 @@ class Level:
     """Time since the previous boundary; 0 in a step that was not timed."""
     action: Action | None = None
     """The action that is tried, for the marks of a trial."""
+    freed: Freed = NOTHING
+    """At the end of a trial, what the block was given and the action does not keep."""
 
 
 class Levels:
@@ -69,11 +71,13 @@ class Levels:
         self._found: list[tuple[Level, Any]] = []
         """Each boundary with its time stamp."""
 
-    def mark(self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None) -> None:
+    def mark(
+        self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None, freed: Freed = NOTHING
+    ) -> None:
         """Record a boundary; see `Level`. Backward threads of several devices take turns."""
         read = (0, 0) if self.reader is None else self.reader.read()
         stamp = None if self._clock is None else self._clock.stamp()
-        self._found.append((Level(what, block, has_graph, *read, action=action), stamp))
+        self._found.append((Level(what, block, has_graph, *read, action=action, freed=freed), stamp))
 
     @property
     def last(self) -> str:
@@ -171,11 +175,14 @@ def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
         arrival = begins.bytes - arrives
         rest = part_of(levels, place, end)
         trials[level.action] = Trial(
-            arrival=arrival,
             forward_peak=tried.peak_bytes - begins.bytes,
             kept=kept,
             later=level.bytes - begins.bytes - kept,
             backward_peak=rest.peak + arrival if level.what == "kept" else None,
+            arrival=arrival,
+            freed=level.freed,
+            forward_nanoseconds=tried.nanoseconds,
+            backward_nanoseconds=rest.nanoseconds,
         )
     if trials:  # they are no part of the backward
         whole = dataclasses.replace(whole, peak=max(levels[first + 1].peak_bytes, levels[end].peak_bytes) - arrives)

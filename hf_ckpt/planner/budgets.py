@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
 from hf_ckpt.costs.costs import Choice, Costs, step_nanoseconds, timeline
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner.choose import fastest, lowest_peak
-from hf_ckpt.spec.actions import KEEP, Action
-from hf_ckpt.spec.plan import Block, Plan, Prediction
+from hf_ckpt.spec.actions import KEEP
+from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.units import format_bytes
 
 NEARLY = 1.02
@@ -48,7 +47,7 @@ def best_plan(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> tup
     A block that is called several times needs the same action in all its calls, which `plan_within` cannot ensure. Then
     the first blocks get one action, and the rest another.
     """
-    names = {call.blocks[0].name for call in ways[0].calls}
+    names = {call.block.name for call in ways[0].calls}
     if len(names) == len(ways[0].calls):
         try:
             return plan_within(ways, budget_bytes, device), ()
@@ -65,12 +64,12 @@ def best_plan(ways: Sequence[Costs], budget_bytes: int, device: str = "") -> tup
 
 def _in_two_runs(costs: Costs) -> Iterator[Choice]:
     """The choices with one action for the first blocks, and the same or one that keeps more for the rest."""
-    names = dict.fromkeys(call.blocks[0].name for call in costs.calls)
+    names = dict.fromkeys(call.block.name for call in costs.calls)
     places = {name: place for place, name in enumerate(names)}
     for rest, first in itertools.combinations_with_replacement(map(costs.uniform, costs.actions), 2):
         for number in range(len(places)):
             of_both = zip(costs.calls, first, rest, strict=True)
-            yield tuple(one if places[call.blocks[0].name] < number else other for call, one, other in of_both)
+            yield tuple(one if places[call.block.name] < number else other for call, one, other in of_both)
 
 
 def peak_of_least(ways: Sequence[Costs]) -> int:
@@ -106,7 +105,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
     course = timeline(costs, choice)
     stacks: collections.Counter[str] = collections.Counter()
     for call, action in zip(costs.calls, choice, strict=True):
-        stacks[call.blocks[0].stack] += max(0, call.costs[action].kept_bytes)
+        stacks[call.block.stack] += max(0, call.costs[action].kept_bytes)
     prediction = Prediction(
         peak_bytes=course.peak_bytes,
         step_seconds=step_nanoseconds(costs, choice) / 1e9,
@@ -116,21 +115,9 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         device=device,
         stacks=tuple(stacks.items()),
     )
-    pairs = tuple(_pairs(costs, choice))
-    if costs.blocks:
-        chosen = {block.name: action for block, action in pairs}
-        pairs = tuple((block, chosen.get(block.name, KEEP)) for block in costs.blocks)
+    chosen = {call.block: action for call, action in zip(costs.calls, choice, strict=True)}
+    pairs = tuple((block, chosen.get(block, KEEP)) for block in costs.blocks or chosen)
     return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens)
-
-
-def _pairs(costs: Costs, choice: Choice) -> Iterator[tuple[Block, Action]]:
-    """The blocks with their actions. Segments are numbered within each stack."""
-    calls = zip(costs.calls, choice, strict=True)
-    in_segments = any(len(call.blocks) > 1 for call in costs.calls)
-    for _, stack in itertools.groupby(calls, lambda pair: pair[0].blocks[0].stack):
-        for number, (call, action) in enumerate(stack):
-            action = dataclasses.replace(action, segment=number) if in_segments else action
-            yield from ((block, action) for block in call.blocks)
 
 
 def _fewer_tokens(costs: Costs) -> str:

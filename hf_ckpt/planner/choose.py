@@ -52,14 +52,17 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
     least.
     """
     table = _table(costs)
-    place = next((place for place in range(len(table.peaks)) if table.peak(place, limit) <= limit), None)
-    return None if place is None else table.choice(place)
+    for place, peak in enumerate(table.peaks):
+        if peak <= limit or (peak <= limit + table.more and table.exact_peak(place) <= limit):
+            return table.choice(place)
+    return None
 
 
 def lowest_peak(costs: Costs) -> int:
     """The lowest peak of all choices, in bytes."""
     table = _table(costs)
-    return min(table.peak(place, min(table.peaks) - 1) for place in range(len(table.peaks)))
+    near = [place for place, peak in enumerate(table.peaks) if peak <= table.peaks[-1] + table.more]
+    return min(map(table.exact_peak, near))
 
 
 class _Table:
@@ -67,9 +70,6 @@ class _Table:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        sizes = [sizes.values() for end in costs.ends for sizes in (end.input_bytes, end.shared_bytes)]
-        self._more = sum(max(freed) - min(freed) for freed in sizes)
-        """Bytes by which a peak may be too high: what the choice decides about the ends of stacks."""
         self._steps: list[tuple[Numbers, Numbers]] = []
         """For each call, last call first, and each way to run it and what is behind: the number of the action, and
         which of the ways behind."""
@@ -90,12 +90,16 @@ class _Table:
         peaks = numpy.maximum(numpy.maximum(alive, level), costs.static.beside)
         self._order = _front(time, peaks)
         self.peaks: list[int] = peaks[self._order].tolist()
+        """The peak of each plan, in bytes; the last is the lowest. What a call keeps or not depending on the actions of
+        other calls counts as kept."""
+        self.more = sum(
+            max(cost.shared_bytes + cost.rebuilt_bytes for cost in call.costs.values()) for call in costs.calls
+        )
+        """Bytes by which these may be too high."""
 
-    def peak(self, place: int, limit: int) -> int:
-        """The peak of a plan, exact if it may be within a limit."""
-        if limit < self.peaks[place] <= limit + self._more:
-            self.peaks[place] = timeline(self._costs, self.choice(place)).peak_bytes
-        return self.peaks[place]
+    def exact_peak(self, place: int) -> int:
+        """The peak of a plan, in bytes."""
+        return timeline(self._costs, self.choice(place)).peak_bytes
 
     def choice(self, place: int) -> Choice:
         """The actions of a plan."""
@@ -132,16 +136,14 @@ def _stages(costs: Costs) -> Iterator[list[_Option]]:
     """The parts of a step in the order of the forward, with their backward; see `timeline`."""
     alive, done = costs.resident_bytes, sum(call.gradient_bytes for call in costs.calls)
     yield [_Option(alive + costs.before.peak, alive + costs.before.net, costs.before.net)]
-    ends = {end.last: min(end.input_bytes.values()) + min(end.shared_bytes.values()) for end in costs.ends}
-    """Last call of a stack -> bytes that are freed at its end under every choice."""
     ranks = {action: rank for rank, action in enumerate(costs.actions)}
-    for place, call in enumerate(costs.calls):
+    for call in costs.calls:
         done -= call.gradient_bytes
         behind = alive + costs.at_backward_bytes + done
         """Bytes alive in the backward beside those that the calls so far keep."""
         options = []
         for action, cost in _least_first(call):
-            kept = cost.kept_bytes - ends.get(place, 0)
+            kept = cost.kept_bytes
             needs = alive + cost.forward.peak, behind + kept + cost.backward.peak
             spent = cost.forward.nanoseconds + cost.backward.nanoseconds
             time = spent * len(ranks) * len(costs.calls) + ranks[action]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
+import itertools
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
-from hf_ckpt.costs.steps import Call, CallName, Change, Part, Step, Trial, joined
+from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial, joined
+from hf_ckpt.engines.trials import Tries
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import FULL_SELECTIVE, SELECTIVE, Action
 from hf_ckpt.training.batches import Batch
@@ -19,15 +20,6 @@ from hf_ckpt.training.batches import Batch
 TIMED_STEPS = 2
 Pair = tuple[int, Action]
 """(kind of a block, action)."""
-
-
-class Tries(NamedTuple):
-    """What a measured step tries on one block."""
-
-    shown: tuple[Action, ...] = ()
-    """Actions whose forward runs while the block is recomputed."""
-    last: Action | None = None
-    """The action of the recomputation itself, whose backward shows, too; None for that of `full`."""
 
 
 class Times(NamedTuple):
@@ -101,7 +93,7 @@ class Measurements:
             plain = full[call.name]
             if call.name[0] in actions and plain is not None and call.backward is not None:
                 kept = call.forward.net - plain.forward.net
-                trial = Trial(0, call.forward.peak, kept, 0, backward_peak=call.backward.peak)
+                trial = Trial(call.forward.peak, kept, 0, call.backward.peak)
                 calls.append(dataclasses.replace(call, trials={actions[call.name[0]]: trial}))
         self.full[batch] = full.with_trials(dataclasses.replace(step, calls=tuple(calls)))
 
@@ -218,16 +210,19 @@ class Measurements:
     def to_run(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under an action that was not measured, if they fit into a limit, in bytes.
 
-        For blocks whose recomputation can try nothing.
+        For blocks whose recomputation can try nothing. Under any action, a block keeps no more than its backward holds
+        under the one that keeps least.
         """
         step = self._bound(batch)
+        room = limit - self.costs(batch).peak({})
         for action in reversed(self._tried_actions):
             chosen: dict[str, Action] = {}
             for calls in self._calls_of_kinds(batch, step).values():
-                trying = {**chosen, calls[-1].name[0]: action}
-                tried = any(action in call.trials for call in calls)
-                if not tried and self.costs(batch, trying).peak(trying) <= limit:
-                    chosen = trying
+                last = calls[-1]
+                assert last.backward is not None
+                if last.backward.peak <= room and not any(action in call.trials for call in calls):
+                    chosen[last.name[0]] = action
+                    room -= last.backward.peak
             if chosen:
                 return chosen
         return {}
@@ -238,8 +233,13 @@ class Measurements:
         """
         costs = self.costs(batch)
         kinds = self._calls_of_kinds(batch, self._bound(batch))
-        changes = self._changes(batch, self._bound(batch))
-        pairs = [(kind, action) for kind in kinds for action in reversed(self.actions) if (kind, action) in changes]
+        shown = self._shown(batch, self._bound(batch))
+        pairs = [
+            (kind, action)
+            for kind in kinds
+            for action in reversed(self.actions)
+            if (kind, action) in shown or action == self.actions[-1]
+        ]
         free: dict[int, list[str]] = {}
         for kind, calls in kinds.items():  # calls at both ends of a step take longer, so the middle is `full`
             names = list(dict.fromkeys(call.name[0] for call in calls))
@@ -268,90 +268,65 @@ class Measurements:
 
     # --- costs ---
 
-    def costs(self, batch: Batch, guessed: Mapping[str, Action] | None = None) -> Costs:
-        """Return the costs for a batch, which must have a `reference`.
-
-        Args:
-            batch: the batch.
-            guessed: blocks, each with an action for which there shall be a bound if it was not measured.
-        """
+    def costs(self, batch: Batch) -> Costs:
+        """Return the costs for a batch, which must have a `reference`."""
         full = self._bound(batch)
-        kinds = self.kinds[batch.state]
         times = self._times()
+        shown = self._shown(batch, full)
+        shares = self._shares_of_time(times)
         calls = []
+        trials: dict[CallName, dict[Action, Trial]] = {}
         for call in full.calls:
-            spent = times.get((kinds[call.name], self.actions[-1]), Times())
-            calls.append(
-                dataclasses.replace(
-                    call,
-                    forward=dataclasses.replace(call.forward, nanoseconds=spent.forward),
-                    behind=dataclasses.replace(call.behind, nanoseconds=0),
-                    backward=call.backward and dataclasses.replace(call.backward, nanoseconds=spent.backward),
-                )
-            )
-        beside = times.get(None, Times())
-        before = dataclasses.replace(full.before, nanoseconds=beside.forward)
-        head = dataclasses.replace(calls[-1].behind, nanoseconds=beside.backward)
+            kind = self.kinds[batch.state][call.name]
+            spent = times.get((kind, self.actions[-1]), Times())
+            calls.append(_timed(call, spent))
+            least = calls[-1].under_full()
+            if call.name[0] in self.fixed or call.backward is None:
+                trials[call.name] = {self.fixed.get(call.name[0], self.actions[0]): least}
+                continue
+            of_call = trials[call.name] = {}
+            for action in self.actions[:-1]:
+                if (kind, action) in shown:
+                    backward = round(shares.get((kind, action), 1.0) * sum(spent)) - spent.forward
+                    of_call[action] = dataclasses.replace(shown[kind, action], backward_nanoseconds=max(0, backward))
+            of_call[self.actions[-1]] = least
+        outside = times.get(None, Times())
+        before = dataclasses.replace(full.before, nanoseconds=outside.forward)
+        head = dataclasses.replace(calls[-1].behind, nanoseconds=outside.backward)
         calls[-1] = dataclasses.replace(calls[-1], behind=head)
         step = dataclasses.replace(full, before=before, calls=tuple(calls))
-        blocks = [self.blocks[name] for name, _ in full.names]
-        changes = self._changes(batch, full, guessed or {})
-        costs = costs_of_step(step, blocks, kinds, changes, self._shares_of_time(times), self.actions)
+        costs = costs_of_step(step, [self.blocks[name] for name, _ in full.names], trials, self.actions)
         return dataclasses.replace(
-            costs.fixing(self.fixed),
+            costs,
             tokens=sum(math.prod(forward.text) for forward in batch.forwards),
             sequences=max(forward.text[0] for forward in batch.forwards),
         )
 
-    def _changes(self, batch: Batch, full: Step, guessed: Mapping[str, Action] | None = None) -> dict[Pair, Change]:
-        """What actions change in calls of each kind: the most that trials have shown.
+    def _shown(self, batch: Batch, full: Step) -> dict[Pair, Trial]:
+        """What calls of each kind need under every action that trials have shown.
 
-        A kind on which an action was not tried has the largest change among kinds of equal modules; one whose backward
-        was not tried needs as much more in it as those at most.
+        A kind on which an action was not tried has what kinds of equal modules need; so has one of which no backward
+        was tried, for that.
         """
-        changes: dict[Pair, Change] = {}
-        bounded: set[Pair] = set()
-        """Where no backward was tried, so that there is only a bound for it."""
+        trials = collections.defaultdict[Pair, list[Trial]](list)
         for kind, calls in self._calls_of_kinds(batch, full).items():
-            for action in self.actions[:-1]:
-                shown = SELECTIVE if action == FULL_SELECTIVE else action
-                trials = [(call, call.trials[shown]) for call in calls if shown in call.trials]
-                if not trials:
-                    continue
-                tried = [pair for pair in trials if pair[1].backward_peak is not None]
-                if not tried:
-                    bounded.add((kind, action))
-                trials = tried or trials
-                if action == FULL_SELECTIVE:
-                    of_calls = [trial.recomputed(call) for call, trial in trials]
-                else:
-                    of_calls = [trial.change(call) for call, trial in trials]
-                changes[kind, action] = functools.reduce(Change.larger, of_calls)
             for call in calls:
-                wanted = (guessed or {}).get(call.name[0])
-                if wanted is not None and call.backward is not None and (kind, wanted) not in changes:
-                    # The backward of a block that keeps least holds all that the block keeps under any action.
-                    most = call.backward.peak
-                    changes[kind, wanted] = Change(most, most, backward_peak=-most)
-        return self._completed(changes, bounded, set(self.kinds[batch.state].values()))
-
-    def _completed(
-        self, changes: Mapping[Pair, Change], bounded: Collection[Pair], kinds: Collection[int]
-    ) -> dict[Pair, Change]:
-        """The changes, with what kinds of equal modules have shown where nothing, or only a bound, is known."""
+                for action, trial in call.trials.items():
+                    trials[kind, action].append(trial)
+                selective = call.trials.get(SELECTIVE)
+                if selective is not None and selective.backward_peak is not None and FULL_SELECTIVE in self.actions:
+                    trials[kind, FULL_SELECTIVE].append(call.recomputed(selective))
         modules = {kind: number for (number, *_), kind in self._numbers.items()}
-        completed = dict(changes)
-        for kind in kinds:
-            for action in self.actions:
-                like = [pair for pair in changes if pair[1] == action and modules[pair[0]] == modules[kind]]
-                peaks = [changes[pair].backward_peak for pair in like if pair not in bounded]
-                if like and (kind, action) not in changes:
-                    completed[kind, action] = max((changes[pair] for pair in like), key=lambda each: each.forward_net)
-                elif peaks and (kind, action) in bounded:
-                    change = changes[kind, action]
-                    backward_peak = min(change.backward_peak, max(peaks))
-                    completed[kind, action] = dataclasses.replace(change, backward_peak=backward_peak)
-        return completed
+        shown: dict[Pair, Trial] = {}
+        for kind, action in itertools.product(set(self.kinds[batch.state].values()), self.actions):
+            like = [pair for pair in trials if pair[1] == action and modules[pair[0]] == modules[kind]]
+            if like:
+                most = max(itertools.chain(*map(trials.__getitem__, like)), key=_tells)
+                trial = max(trials.get((kind, action), [most]), key=_tells)
+                if trial.backward_peak is None:
+                    trial = dataclasses.replace(trial, backward_peak=most.backward_peak)
+                shown[kind, action] = trial
+        return shown
 
     def _times(self) -> dict[Pair | None, Times]:
         """The median time of a call of each kind under each action; of two, the shorter."""
@@ -375,3 +350,17 @@ class Measurements:
             for kind in self._numbers.values() if others else ():
                 shares.setdefault((kind, action), statistics.fmean(others))
         return shares
+
+
+def _timed(call: Call, spent: Times) -> Call:
+    """A call with the times of such calls; what runs between calls counts as a whole, beside them."""
+    forward = dataclasses.replace(call.forward, nanoseconds=spent.forward)
+    behind = dataclasses.replace(call.behind, nanoseconds=0)
+    backward = call.backward and dataclasses.replace(call.backward, nanoseconds=spent.backward)
+    return dataclasses.replace(call, forward=forward, behind=behind, backward=backward)
+
+
+def _tells(trial: Trial) -> tuple[bool, int]:
+    """How much a trial tells: one of the backward tells more than one of the forward only; one that keeps most is
+    safe."""
+    return trial.backward_peak is not None, trial.kept

@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,10 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.attach.record import Functions, Installation
+from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step
-from hf_ckpt.engines.full import FullRegion
-from hf_ckpt.engines.trials import Mark, Trial, Trials
+from hf_ckpt.engines.trials import Tries
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell, warn_once
@@ -55,11 +54,10 @@ from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.measure.memory import device_memory, keeps_statistics
 from hf_ckpt.models.blocks import FoundBlocks, Look, find_blocks, vocabulary_head
 from hf_ckpt.planner.budgets import best_plan
-from hf_ckpt.planner.segments import in_segments
-from hf_ckpt.spec.actions import COMPILED, FULL, KEEP, Action, candidates
+from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch, Forward, forward_of
-from hf_ckpt.training.measurements import TIMED_STEPS, Measurements, Tries
+from hf_ckpt.training.measurements import TIMED_STEPS, Measurements
 from hf_ckpt.training.phases import MOST_FAILURES, Known, Phase, phase_of
 from hf_ckpt.training.race import Entered, Entrant, Race, restricted
 from hf_ckpt.units import budget_bytes, format_bytes
@@ -120,8 +118,7 @@ class _Recorder:
     def __init__(self, base: nn.Module, levels: Levels, planned: Planned, modules: Mapping[str, nn.Module]) -> None:
         self.planned = planned
         self.levels = levels
-        self.regions: list[FullRegion] = []
-        """The functions of blocks whose recomputations try other actions."""
+        self.end_trials: Callable[[], None] = lambda: None
         self.graphs = compat.compiler.compiled_graphs()
         """How many graphs torch.compile had made when the step began."""
         reader = levels.reader
@@ -310,7 +307,8 @@ class Session:
             planned = self._agreed(planned)
         elif not self._settled:
             planned = self._with_other_ranks(planned)
-        self._prepare(record, planned)
+        for name, tries in planned.tries.items():
+            record.functions.trials(name, tries)  # so that their hooks are on the blocks when the plan is
         exchange(base, record, planned)
         if planned.phase.is_measured:
             self._begin(record, base, running, planned, args, kwargs)
@@ -509,13 +507,6 @@ class Session:
         tightest = self._trying(planned.shape, Phase.WARM_UP)
         exchange(base, record, tightest)
 
-    def _prepare(self, record: Installation, planned: Planned) -> None:
-        """Make the functions that trials need, so that their hooks are on the blocks when the plan is."""
-        for name, tries in planned.tries.items():
-            for action in (*tries.shown, tries.last):
-                if action not in (None, KEEP):
-                    record.functions.function(name, action)
-
     def _begin(
         self, record: Installation, base: nn.Module, running: nn.Module, planned: Planned, args: Any, kwargs: Any
     ) -> None:
@@ -533,11 +524,8 @@ class Session:
         if planned.phase is Phase.RACE:  # begin to end: the last block has the first backward
             modules = dict(list(modules.items())[-1:])
         self.recorder = _Recorder(base, levels, planned, modules)
-        for name, tries in planned.tries.items():
-            region = record.regions.get(name)
-            if isinstance(region, FullRegion):
-                region.trials = _trials_of(name, tries, record.functions, self.recorder.boundaries.mark)
-                self.recorder.regions.append(region)
+        record.begin_trials(planned.tries, self.recorder.boundaries.mark)
+        self.recorder.end_trials = record.end_trials
         self.measured_steps += 1
 
     def _drop(self) -> None:
@@ -545,8 +533,7 @@ class Session:
         if self.recorder is None:
             return
         self.recorder.stop()
-        for region in self.recorder.regions:
-            region.trials = None
+        self.recorder.end_trials()
         self.recorder = None
 
     def _failed(self) -> None:
@@ -640,9 +627,6 @@ class Session:
             self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
         )
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
-        stacks = {block.stack for block in self.known.blocks.values()}
-        if len(stacks) == 1 and not (self._least == COMPILED or self._sharded):
-            ways = [*ways, *in_segments(costs)]
         first, hints = self._entrant(self._actions, ways, self.limit_bytes)
         entrants = [first]
         prediction = first.plan.prediction
@@ -691,13 +675,3 @@ class Session:
                 "; ".join(hints),
             )
         return planned
-
-
-def _trials_of(block: str, tries: Tries, functions: Functions, mark: Mark) -> Trials:
-    """The trials of one block in one step."""
-
-    def trial(action: Action) -> Trial:
-        return Trial(action, None if action == KEEP else functions.function(block, action))
-
-    last = None if tries.last is None else trial(tries.last)
-    return Trials(block, mark, tuple(map(trial, tries.shown)), last)

@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_ckpt.costs.costs import step_nanoseconds, timeline
-from hf_ckpt.costs.steps import Call, Change, Part, Trial, joined
+from hf_ckpt.costs.steps import Call, Part, Trial, joined
+from hf_ckpt.engines.trials import Tries
 from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.planner.choose import fastest
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.batches import Batch, Forward
-from hf_ckpt.training.measurements import Measurements, Tries
+from hf_ckpt.training.measurements import Measurements
 
 ACTIONS = (KEEP, SELECTIVE, FULL_SELECTIVE, FULL)
 SHARES = {KEEP: 0.5, SELECTIVE: 0.75, FULL_SELECTIVE: 1.25, FULL: 1.0}
@@ -164,14 +165,6 @@ def test_a_kind_of_one_block_learns_from_equal_modules(machine, action):
     assert costs.peak({"b2": action}) == max(real, machine.start)
 
 
-def test_a_bound_is_no_larger_than_what_equal_modules_have_shown():
-    known = blocks_of(Machine())
-    known._numbers.update({(0, True): 0, (0, False): 1, (1, True): 2})
-    changes = {(0, KEEP): Change(backward_peak=-5), (1, KEEP): Change(backward_peak=-9), (2, KEEP): Change()}
-    completed = known._completed(changes, {(0, KEEP), (2, KEEP)}, [0, 1, 2])
-    assert [completed[kind, KEEP].backward_peak for kind in range(3)] == [-9, -9, 0]
-
-
 def test_with_another_state_of_the_optimizer_everything_is_measured_again():
     known = measured(Machine(), batch_of(8))
     assert batch_of(8) in known.tried
@@ -206,22 +199,24 @@ def test_blocks_that_are_skipped_at_random_count_once_they_were_seen():
     assert joined(whole, others, ["b0", "b1", "b2", "b3"]) is whole
 
 
-def test_what_an_action_changes_is_compared_with_the_call_that_tried_it():
-    """Without a trial of its backward, that needs no more than the recomputation, which holds what the block keeps."""
-    call = Call(("b0", 0), True, Part(5), Part(), Part(100))
-    trial = Trial(arrival=3, forward_peak=30, kept=20, later=4)
-    assert trial.change(call) == Change(25, 20, 4, -24)
-    assert trial.recomputed(call) == Change()
-    tried = dataclasses.replace(trial, backward_peak=60)
-    assert tried.change(call) == Change(25, 20, 4, -40)
-    assert tried.recomputed(call) == Change(backward_peak=84 - 100)
-    assert tried.scaled(2.0) == Trial(6, 60, 40, 4, 120)
+def test_what_a_recomputation_under_an_action_needs():
+    """Its forward, or what that keeps and its backward."""
+    call = Call(("b0", 0), True, Part(5), Part(), Part(100, 0, 9))
+    trial = Trial(forward_peak=30, kept=20, later=4, arrival=3, forward_nanoseconds=2, backward_nanoseconds=7)
+    assert call.under_full() == Trial(5, 0, 0, 100, backward_nanoseconds=9)
+    for backward_peak, peak in ((60, 84), (2, 33)):
+        tried = dataclasses.replace(trial, backward_peak=backward_peak)
+        assert call.recomputed(tried) == Trial(5, 0, 0, peak, backward_nanoseconds=9)
 
 
 def test_a_smaller_batch_tells_what_a_larger_one_needs():
     """Its step is scaled, and so is what was tried in it."""
     small, large = (Machine(4, 10, 4 * n, 40 * n, 40 * n, 8 * n, 20 * n, gradients=0, head=30 * n) for n in (4, 5))
-    full, scaled = step_of(large.levels([FULL] * 4)), step_of(small.levels([FULL] * 4)).scaled(1.25)
+    full, smaller = (
+        step_of([dataclasses.replace(level, nanoseconds=0) for level in machine.levels([FULL] * 4)])
+        for machine in (large, small)
+    )
+    scaled = smaller.scaled(1.25)
     assert scaled.calls == full.calls
     assert scaled.at_backward_bytes >= full.at_backward_bytes
     assert scaled.start_bytes == full.start_bytes

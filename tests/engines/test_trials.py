@@ -13,7 +13,7 @@ from helpers.steps import assert_same, gradients, without_cache
 from hf_ckpt.attach.attach import put_on, trial
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.trials import Trial, Trials
+from hf_ckpt.engines.trials import Tries
 from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
@@ -38,6 +38,7 @@ MODELS = {
     "t5": (functools.partial(tiny_model, "t5"), "t5", False),
     "experts": (mixture, "llama", False),
     "autocast": (functools.partial(tiny_model, "llama"), "llama", True),
+    "bfloat16": (lambda **sizes: tiny_model("llama", **sizes).to(torch.bfloat16), "llama", False),
     "lora, autocast, dropout": (lambda **sizes: with_lora(tiny_model("llama", **sizes), "llama"), "llama", True),
 }
 """Name -> (makes the model, family of its batches, whether it runs in autocast)."""
@@ -82,10 +83,7 @@ def measured(name, actions, shown=(), last=None):
         levels = Levels(live)
         boundaries = Boundaries(found.modules, levels.mark)
         if shown or last:
-            trials = [Trial(a, None if a == KEEP else record.functions.function(tried, a)) for a in (*shown, last) if a]
-            record.regions[tried].trials = Trials(
-                tried, levels.mark, tuple(trials[: len(shown)]), trials[-1] if last else None
-            )
+            record.begin_trials({tried: Tries(tuple(shown), last)}, levels.mark)
         with live:
             boundaries.begin()
             levels.mark("begin")
@@ -109,7 +107,9 @@ def test_a_recomputation_shows_what_a_block_needs_under_an_action(name, action):
     tried = call.trials[action]
     assert tried.kept == pytest.approx(real.forward.net - full.forward.net, abs=FEW)
     assert tried.forward_peak == pytest.approx(real.forward.peak, abs=FEW)
-    assert tried.backward_peak == pytest.approx(real.backward.peak, rel=0.02, abs=FEW)
+    # torch's checkpoint frees what a norm in bfloat16 is rebuilt from an operation before a plain run does.
+    hidden = call.forward.net if name == "bfloat16" and action == SELECTIVE else 0
+    assert tried.backward_peak == pytest.approx(real.backward.peak - hidden, rel=0.02, abs=FEW)
     for other in OTHERS[action]:
         shown = call.trials[other]
         alone = measured(name, FULL, OTHERS[other], other)[0].trials[other]
@@ -123,3 +123,24 @@ def test_the_backward_of_a_block_that_only_shows_is_that_of_full():
     full, _, _ = measured("llama", FULL)
     call, _, _ = measured("llama", FULL, (SELECTIVE, KEEP))
     assert call.backward == full.backward
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "freed"),
+    [
+        ("llama", KEEP, ""),  # its norm saves them
+        ("bfloat16", KEEP, "hidden"),  # its norm saves a copy in float32
+        ("bfloat16", SELECTIVE, ""),  # which is rebuilt from them
+        ("bert", KEEP, ""),
+        ("bert", SELECTIVE, "rebuilt"),  # the block before ends with a norm
+        ("t5", KEEP, "shared"),  # adding the position bias saves nothing
+    ],
+)
+def test_a_trial_finds_what_a_plain_run_would_free(name, action, freed):
+    """A recomputation holds what the block is given: its hidden states, and masks and the like that blocks share."""
+    call, _, _ = measured(name, FULL, OTHERS[action], action)
+    model, batch, _ = made(name)
+    size = batch["input_ids"].numel() * 64 * model.dtype.itemsize
+    found = call.trials[action].freed
+    assert (found.hidden, found.rebuilt) == (size if freed == "hidden" else 0, size if freed == "rebuilt" else 0)
+    assert (found.shared > 1000) == (freed == "shared")

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from hf_ckpt.costs.costs import CallCosts, Cost, Costs, StackEnd, Static, timeline
+from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, timeline
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.planner.choose import lowest_peak
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
@@ -34,7 +34,7 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
     """Random costs.
 
     `kinds`: the kind of each call. The first `frozen` have no choice, the last `decoder` are of another stack. `lent`:
-    most bytes of a call that last until the forward ends. `freed`: most bytes that the end of a stack frees.
+    most bytes of a call that last until the forward ends. `freed`: most bytes that the end of a stack may free.
     """
     rng = random.Random(seed)
 
@@ -44,7 +44,7 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
 
     def cost(number):
         kept, lends = (actions - number) * largest // 2, rng.randint(0, lent)
-        return Cost(part(kept + lends, number), part(-kept, 3 * number), lends)
+        return Cost(part(kept + lends, number), part(-kept, 3 * number), lends, rng.randint(0, freed))
 
     ladder = LADDERS[actions]
     rows = {kind: {action: cost(number) for number, action in enumerate(ladder)} for kind in sorted({*kinds})}
@@ -56,18 +56,13 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
         model="SomeModel",
         actions=ladder,
         calls=tuple(
-            CallCosts((block,), gradients[kind], still if place < frozen else rows[kind])
+            CallCosts(block, gradients[kind], still if place < frozen else rows[kind])
             for place, (block, kind) in enumerate(zip(blocks, kinds, strict=True))
         ),
         before=part(),
         at_backward_bytes=rng.randint(0, largest),
         head=(part(), part()),
         input_bytes=rng.randint(0, largest),
-        ends=tuple(
-            StackEnd(first, last, *({action: rng.randint(0, freed) for action in ladder} for _ in range(2)))
-            for first, last in ((0, len(kinds) - decoder - 1), (len(kinds) - decoder, len(kinds) - 1))
-            if first <= last
-        ),
         static=Static(rng.randint(0, 50), 40, sum(gradients[kind] for kind in kinds), 8, rng.randint(0, largest)),
         tokens=rng.randint(0, 100),
         accumulation=accumulation,

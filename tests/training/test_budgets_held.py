@@ -13,15 +13,13 @@ import transformers
 from helpers.adapters import with_lora
 from helpers.budgets import differing, missed, trained
 from helpers.others import other_model
-from helpers.planned import budgeted, live_peak
 from helpers.processes import each_rank, run_on_ranks
 from helpers.ranks import Case
-from helpers.steps import assert_same, enable, planned, step, without_cache
+from helpers.steps import enable, without_cache
 from helpers.unusual_models import MODELS, unusual_batch, unusual_model
 from torch import nn
 
 import hf_ckpt
-from hf_ckpt.attach.record import installation
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_batch, tiny_model
 
 SHARES = (0.25, 0.5, 0.75)
@@ -202,20 +200,3 @@ def test_budgets_hold_on_ranks(name, shares, tmp_path):
     results = run_on_ranks(named, tmp_path)
     found = {case: [rank["missed"] for rank in each_rank(results, case)] for case in named}
     assert found == {case: [[], []] for case in named}
-
-
-def test_segments_are_taken_where_nothing_else_fits():
-    """A deep model's budget below the peak of `full`: the plan is exact, and the gradients are those of `full`."""
-    batch = tiny_batch("llama", batch=8, tokens=128)
-    full, model = (tiny_model("llama", layers=24, hidden=32, attention="sdpa") for _ in range(2))
-    planned(full, "full")
-    expected = step(full, batch)
-    budget = round(0.7 * live_peak(full, batch))
-    budgeted(model, budget)
-    while installation(model).planned is None or installation(model).planned.measures:
-        step(model, batch)
-    plan = hf_ckpt.describe(model).plan
-    assert len(plan.segments()) > 1
-    assert live_peak(model, batch) == plan.prediction.peak_bytes <= budget
-    assert_same(expected, step(model, batch))
-    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
