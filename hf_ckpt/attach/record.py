@@ -179,15 +179,12 @@ class ChunkCalls:
     """Calls that ran in chunks."""
     last: str = ""
     """How the last call ran, in words; empty before the first."""
-    whole_bytes: int = 0
-    """Bytes of the largest logits that something read as a whole although the head ran in chunks."""
     missed: int = 0
     """Training forwards of the stack below the head since the last call of the head."""
 
-    def read_whole(self, function: str, size: int) -> None:
-        """Note that a function has read all logits of the last call, of this size in bytes."""
+    def read_whole(self, function: str) -> None:
+        """Note that a function has read all logits of the last call."""
         self.last += f", computed as a whole for `{function}`"
-        self.whole_bytes = max(self.whole_bytes, size)
 
 
 @dataclasses.dataclass

@@ -231,15 +231,6 @@ def running(kind: type) -> Any | None:
     return next((one for one in found if isinstance(one, kind)), None)
 
 
-def gathered_rows(trainer: Any) -> int:
-    """Return of how many rows the Trainer's evaluation holds the logits at once; 0 if some argument prevents that."""
-    given = trainer.args.batch_eval_metrics, trainer.args.eval_accumulation_steps, trainer.preprocess_logits_for_metrics
-    if trainer.compute_metrics is None or any(given):
-        return 0
-    sets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
-    return max((len(one) for one in sets if hasattr(one, "__len__")), default=0)
-
-
 def counters_of(trainer: Any) -> dict[str, Any]:
     """Return what TRL's trainers that generate keep from one micro-step to the next: its number, and the completions
     from which it takes its batch (GRPO, RLOO, distillation). Names of attributes -> values; empty for other trainers.

@@ -288,8 +288,6 @@ class Check:
         self.room_bytes, self.put_back, self.done, self.whole = room_bytes, put_back, done, whole
         self.compared = 0
         """Number of tensors that were compared, without those that are the same memory on both sides."""
-        self.left_out = 0
-        """Number of saved tensors that could not be compared: there was no room, or they were changed in place."""
         self.saved = 0
         """Number of tensors that the forward saved."""
         self.differences: list[Difference] = []
@@ -352,8 +350,6 @@ class Check:
         if can_be_compared and (operation == "weight" or self.has_room_for(tensor, copied=is_written)):
             running = (self._names[id(inner)] for inner in compat.frames.running_modules() if id(inner) in self._names)
             saved.refer_to(tensor, operation, self.saved, next(running, ""), copied=is_written)
-        else:
-            self.left_out += 1
         return saved
 
     def has_room_for(self, tensor: torch.Tensor, *, copied: bool = False) -> bool:
@@ -384,8 +380,7 @@ class Check:
         is_copied = saved.values is not seen.tensor
         has_changed = seen.is_overwritten and not is_copied
         if has_changed and saved.operation != "weight":
-            self.left_out += 1  # without checkpointing, torch raises an error in this backward
-            return
+            return  # without checkpointing, torch raises an error in this backward
         if _is_same_memory(saved.values, tensor) and not has_changed:
             return
         what = "it was changed in place before the backward" if has_changed else difference_of(saved.values, tensor)

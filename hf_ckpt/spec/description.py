@@ -17,9 +17,8 @@ class Watched:
     checks: int
     """Number of checks, each of one block in one step."""
     compared: int
-    """Tensors that were compared bit for bit, without those that are the same memory on both sides."""
-    left_out: int
-    """Tensors that were not compared, because there was no room, or because they cannot be compared."""
+    """Tensors that were compared bit for bit: neither those that are the same memory on both sides, nor those for which
+    there was no room."""
     differences: tuple[str, ...]
     """The first difference of each check that found one, in words."""
     updated: tuple[str, ...]
@@ -30,9 +29,8 @@ class Watched:
     def __str__(self) -> str:
         if not self.checks:
             return "no checks so far"
-        left = f", {self.left_out:,} left out" if self.left_out else ""
         found = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
-        return f"{self.checks} checks, {self.compared:,} tensors compared{left}: {found}"
+        return f"{self.checks} checks, {self.compared:,} tensors compared: {found}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -66,7 +67,9 @@ class OomGuard:
 
     def __init__(self, model: nn.Module, *, exact: bool = False, also: Iterable[nn.Parameter] = ()) -> None:
         find_blocks(model)
-        self.model, self.exact, self.also = model, exact, tuple(also)
+        self.model = model
+        self.exact = exact
+        self.also = tuple(also)
         self.taken: list[str] = []
         """The changes that the guard has made so far, in words and in order."""
         self.attempts = 0
@@ -75,14 +78,15 @@ class OomGuard:
         """The parameters that are trained."""
         self._steps: list[tuple[Callable[[], Any], StepState]] = []
         """The micro-steps since the last optimizer step, each with the state that it began with."""
-        self._running = False
-        """Whether a micro-step runs now."""
+        self._running = threading.Lock()
+        """Held while a micro-step runs."""
         self._left: _State | None = None
         """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
         self._earlier = False
         """Whether there were gradients before the first micro-step, which cannot be computed again."""
         self._refuse_ranks()
-        if (record := installation(model)) is not None and record.waits:  # on purpose, until memory runs out
+        record = installation(model)
+        if record is not None and record.waits:  # on purpose, until memory runs out
             record.remove_hooks()
 
     def __call__(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,33 +101,34 @@ class OomGuard:
         Raises `OutOfPlansError` if memory runs out under the tightest plan, or if the step cannot be retried, and
         every other error of `step`.
         """
-        if self._running:  # a call inside a call of the same guard: the outer one retries
+        if self._running.locked():  # a call inside a call of the same guard: the outer one retries
             return step(*args, **kwargs)
-        gradients = self._gradients()
-        if self._left != gradients or not any(number for number, _ in gradients):
-            self._begin()
-            gradients = self._gradients()
+        gradients = _state_of(parameter.grad for parameter in self._trained)
+        if gradients != self._left or not any(number for number, _ in gradients):
+            gradients = self._begin()
         before = StepState(self.model, compat.distributed.devices_of_model(self.model))
         self._steps.append((functools.partial(step, *args, **kwargs), before))
         self._left = None
-        self._running = True
-        try:
+        with self._running:
             result = self._run()
-        finally:
-            self._running = False
-        after = self._gradients()
+        after = _state_of(parameter.grad for parameter in self._trained)
         # If the step itself dropped gradients, an optimizer step has ended in it.
         if not any(old and old != new for (old, _), (new, _) in zip(gradients, after, strict=True)):
             self._left = after
         return result
 
-    def _begin(self) -> None:
-        """Begin a new optimizer step: forget earlier micro-steps, and find the parameters that are trained now."""
-        self._steps.clear()
+    def _begin(self) -> _State:
+        """Begin a new optimizer step: forget earlier micro-steps, and find the parameters that are trained now.
+
+        Returns the state of their gradients.
+        """
         self._refuse_ranks()  # the model may have been wrapped or sharded since
-        parameters = list(dict.fromkeys((*self.model.parameters(), *self.also)))
+        self._steps.clear()
+        parameters = dict.fromkeys((*self.model.parameters(), *self.also))
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._earlier = any(parameter.grad is not None for parameter in self._trained)
+        gradients = _state_of(parameter.grad for parameter in self._trained)
+        self._earlier = any(number for number, _ in gradients)
+        return gradients
 
     def _refuse_ranks(self) -> None:
         """Raise `HfCkptError` if other ranks would wait for a rank that retries a step."""
@@ -137,12 +142,12 @@ class OomGuard:
     def _run(self) -> Any:
         """Run the last micro-step until it succeeds. After a failure, all since the last optimizer step run again."""
         pending = self._steps[-1:]
-        again = False
+        is_retry = False
         while True:
             weights = _state_of(self._trained)
             try:
                 for run, before in pending:
-                    if again:
+                    if is_retry:
                         before.restore()
                     result = run()
                 return result
@@ -153,29 +158,16 @@ class OomGuard:
                 error = _without_frames(raised)
             compat.devices.release_memory()
             self.attempts += 1
-            first_line = str(error).partition("\n")[0].strip()
+            reason = str(error).partition("\n")[0].strip()
             try:
                 self._drop_gradients(weights)
-                self._tighten(first_line)
+                self._tighten(reason)
             except HfCkptError as refused:
                 log.error("hf_ckpt: out of memory for the last time:\n%s", trace)
                 self._steps.clear()
-                raise OutOfPlansError(f"{first_line} hf_ckpt: {refused}") from error
+                raise OutOfPlansError(f"{reason} hf_ckpt: {refused}") from error
             pending = self._steps
-            again = True
-
-    def _tighten(self, error: str) -> None:
-        """Enable the next plan that needs less memory. Raises `HfCkptError` if there is none."""
-        taken = tighten(self.model, exact=self.exact)
-        if taken is None:
-            tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
-            raise HfCkptError(
-                f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
-                "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
-            )
-        self.taken.append(taken)
-        plan = describe(self.model).plan
-        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", error, taken, plan)
+            is_retry = True
 
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
@@ -193,9 +185,18 @@ class OomGuard:
         for parameter in self._trained:
             parameter.grad = None
 
-    def _gradients(self) -> _State:
-        """Return the state of all gradients."""
-        return _state_of(parameter.grad for parameter in self._trained)
+    def _tighten(self, reason: str) -> None:
+        """Enable the next plan that needs less memory. Raises `HfCkptError` if there is none."""
+        change = tighten(self.model, exact=self.exact)
+        if change is None:
+            tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
+            raise HfCkptError(
+                f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
+                "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
+            )
+        self.taken.append(change)
+        plan = describe(self.model).plan
+        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", reason, change, plan)
 
 
 def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
@@ -223,15 +224,15 @@ class OomGuardMixin:
             try:
                 return super().evaluate(*args, **kwargs)  # type: ignore[misc]
             except Exception as raised:
-                size = settings.per_device_eval_batch_size
-                once = size < 2 or settings.world_size > 1 or settings.batch_eval_metrics
-                if once or not compat.devices.is_out_of_memory(raised):
+                size = settings.per_device_eval_batch_size // 2
+                can_retry = size > 0 and settings.world_size == 1 and not settings.batch_eval_metrics
+                if not can_retry or not compat.devices.is_out_of_memory(raised):
                     raise
                 _without_frames(raised)
             compat.devices.release_memory()
             compat.transformers.forget_evaluation_loaders(self)
-            settings.per_device_eval_batch_size = size // 2
-            log.warning("hf_ckpt: out of memory in evaluation, which begins again with batches of %d rows.", size // 2)
+            settings.per_device_eval_batch_size = size
+            log.warning("hf_ckpt: out of memory in evaluation, which begins again with batches of %d rows.", size)
 
 
 def guarded_training_step(
@@ -275,23 +276,23 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     record = installation(base)
     assert record is not None
     record.end_watch()
-    found, plan, session = find_blocks(base), record.plan, record.session
-    if not record.enabled and (plan.active() or plan.head != "full"):
-        put_on(found, record)
+    blocks = find_blocks(base)
+    if not record.enabled and (record.plan.active() or record.plan.head != "full"):
+        put_on(blocks, record)
         return f"the installed plan (`{record.spec.policy}`)"
+    session = record.session
     if session is not None and record.planned is not None and session.lower(record.planned):
         return f"a plan for {format_bytes(session.limit_bytes)}"
     head = None if exact else vocabulary_head(base)
-    next_plan = tighter_plan(
-        plan,
-        chunks=head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base),
-        offload=lane_of(next(base.parameters()).device) is not None,
-    )
-    if next_plan is None:
+    chunks = head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base)
+    has_host_memory = lane_of(next(base.parameters()).device) is not None
+    tighter = tighter_plan(record.plan, chunks=chunks, offload=has_host_memory)
+    if tighter is None:
         return None
-    adopt(found, record, spec_of(next_plan[0], record.spec), next_plan[0])
-    put_on(found, record)
-    return next_plan[1]
+    plan, change = tighter
+    adopt(blocks, record, spec_of(plan, record.spec), plan)
+    put_on(blocks, record)
+    return change
 
 
 def _without_frames(error: BaseException) -> BaseException:

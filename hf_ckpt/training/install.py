@@ -100,12 +100,11 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> contextlib.Abstract
     Raises the errors of `install`, before the model changes.
     """
     record = installation(model)
-    if spec is None and record is not None:
-        plan = record.plan
-        asked = spec_of(plan, record.spec) if record.spec.is_planned else record.spec
-    else:
-        asked, plan = decide(find_blocks(model), spec)
-    return on_model.trial(model, plan, asked, DECIDER)
+    if spec is not None or record is None:
+        parsed, plan = decide(find_blocks(model), spec)
+        return on_model.trial(model, plan, parsed, DECIDER)
+    parsed = spec_of(record.plan, record.spec) if record.spec.is_planned else record.spec
+    return on_model.trial(model, record.plan, parsed, DECIDER)
 
 
 def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
@@ -113,41 +112,41 @@ def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
 
     Raises the errors of `install`.
     """
-    found = find_blocks(model)
-    if spec is not None or installation(found.base) is None:
-        attach(found, *decide(found, spec), DECIDER)
+    blocks = find_blocks(model)
+    if spec is not None or installation(blocks.base) is None:
+        attach(blocks, *decide(blocks, spec), DECIDER)
 
 
-def decide(found: FoundBlocks, asked: SpecLike | Plan) -> tuple[Spec, Plan]:
+def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
     """Return the parsed spec, and the plan that it gives these blocks.
 
     Raises `SpecError` if the spec is invalid or does not fit the blocks, and `PlanMismatchError` for a plan of another
     model.
     """
-    if isinstance(asked, Plan):
-        spec, plan = Spec(plan=GIVEN_PLAN), fit_plan(asked, found.blocks, found.family, found.model)
-    else:
-        spec = Spec.parse(asked)
-        plan = make_plan(spec, found.blocks, found.family, found.model)
-        most = 1 + max(block.index for block in found.blocks)
-        if spec.every_n_layers > most:
-            text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
-            warn_once(log, text, spec.every_n_layers, found.model, most)
-    return spec, plan
+    if isinstance(spec, Plan):
+        return Spec(plan=GIVEN_PLAN), fit_plan(spec, blocks.blocks, blocks.family, blocks.model)
+    parsed = Spec.parse(spec)
+    plan = make_plan(parsed, blocks.blocks, blocks.family, blocks.model)
+    longest = 1 + max(block.index for block in blocks.blocks)
+    if parsed.every_n_layers > longest:
+        text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
+        warn_once(log, text, parsed.every_n_layers, blocks.model, longest)
+    return parsed, plan
 
 
 class Decider:
     """Chooses plans for the hooks on a model, and is pickled with them. `attach` knows only these methods."""
 
-    def asked(self, found: FoundBlocks, record: Installation, asked: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
-        """Return the spec and plan after an enable call with the arguments `asked`; None if they do not change."""
-        spec = record.spec.updated(asked)
-        if spec == record.spec and {block.name for block, _ in record.plan.actions} == found.modules.keys():
+    def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
+        """Return the spec and plan after an enable call with these options; None if they do not change."""
+        spec = record.spec.updated(options)
+        if spec == record.spec and {block.name for block, _ in record.plan.actions} == blocks.modules.keys():
             return None  # no layers were added or dropped, either
+        if spec.plan is None or spec.plan != record.spec.plan:
+            return spec, decide(blocks, spec)[1]
         # Keep a plan that was loaded or passed before; its file may be gone by now.
-        same = spec.plan is not None and spec.plan == record.spec.plan
-        plan = decide(found, record.plan if same else spec)[1]
-        return spec, dataclasses.replace(plan, head=spec.head) if same and "head" in asked else plan
+        _, plan = decide(blocks, record.plan)
+        return spec, dataclasses.replace(plan, head=spec.head) if "head" in options else plan
 
     def session(self, base: nn.Module, record: Installation) -> Session:
         """Return a new session, which measures the batches of a run under `budget` or `auto` and plans for them."""

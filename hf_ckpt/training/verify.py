@@ -1,4 +1,4 @@
-"""`hf_ckpt.verify`: compare loss, gradients and buffers of a step with and without a plan, from the same seed.
+"""`hf_ckpt.verify`: compare loss, gradients and buffers of a step with and without a plan.
 
 It also counts recomputations: equal gradients prove nothing if no block was recomputed.
 """
@@ -6,7 +6,7 @@ It also counts recomputations: equal gradients prove nothing if no block was rec
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import describe, paused
-from hf_ckpt.attach.record import Installation
 from hf_ckpt.engines.check import share_of_difference
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError
@@ -25,10 +24,11 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 from hf_ckpt.training.install import trial
 
-ROUNDING, ROUNDING_16 = 1e-5, 5e-2
-"""Largest allowed difference of a gradient, in float32 and in 16-bit types, if sums are computed in another order: the
-head runs in chunks, or blocks are compiled. It is the norm of the difference over the norm of the gradient. In 16 bits,
-both gradients are equally far from the exact one."""
+ROUNDING = 1e-5
+"""Largest allowed difference of a gradient if sums are computed in another order: the head runs in chunks, or blocks
+are compiled. It is the norm of the difference over the norm of the gradient."""
+ROUNDING_16 = 5e-2
+"""The same in 16-bit types, where both gradients are equally far from the exact one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Verification:
     """The result of `verify`. It is truthy if the plan does what it promises.
 
     Gradients were compared. Buffers are bit-equal; gradients and the loss are, too, or differ by rounding if the head
-    runs in chunks, or blocks are compiled. Every planned block was recomputed. Tensors were moved to host memory, and
-    the head ran in chunks, if the plan says so.
+    runs in chunks, or blocks are compiled. Every planned block was recomputed. The head ran in chunks, if the plan says
+    so.
     """
 
     plan: Plan
@@ -55,15 +55,7 @@ class Verification:
         return not self.problems
 
     def __str__(self) -> str:
-        return "\n".join(
-            [
-                f"plan: {self.plan.summary()}",
-                f"loss: {self.loss}",
-                f"gradients: {self.gradients}",
-                f"{len(self.plan.active())} planned blocks: {sum(self.recomputed.values())} recomputations",
-                *self.problems,
-            ]
-        )
+        return "\n".join([f"loss: {self.loss}", f"gradients: {self.gradients}", *self.problems])
 
 
 def verify(
@@ -72,9 +64,8 @@ def verify(
     spec: SpecLike | Plan = None,
     *,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    seed: int = 0,
 ) -> Verification:
-    """Run forward and backward without and with a plan, from the same seed, and compare the gradients.
+    """Run forward and backward without and with a plan, from the same random state, and compare the gradients.
 
         result = hf_ckpt.verify(model, batch, {"policy": "full"})
         assert result, result  # prints which gradients differ, and by how much
@@ -92,82 +83,106 @@ def verify(
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
             there is none. While an installed `budget` or `auto` measures, that is the plan of its last step.
         loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
-        seed: the seed of both runs.
 
     Raises `HfCkptError` if the model is in eval mode or returns no loss, or if the spec is a `budget` or `auto`, which
     has no plan before a run, and the errors of `install`.
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
-    is_packed = compat.transformers.cache_hides_packing(base_model(model), batch)
-    if "use_cache" not in batch and compat.transformers.wants_use_cache(base_model(model)) and not is_packed:
+    base = base_model(model)
+    builds_cache = "use_cache" not in batch and compat.transformers.wants_use_cache(base)
+    if builds_cache and not compat.transformers.cache_hides_packing(base, batch):
         batch = {**batch, "use_cache": False}
     before = StepState(model, compat.random_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    def step() -> dict[str, torch.Tensor | None]:
-        before.restore()
-        torch.manual_seed(seed)
-        model.zero_grad(set_to_none=True)
-        outputs = model(**batch)
-        loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
-        if loss is None:
-            raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
-        loss.backward()
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        return {
-            **{f"gradient of {name}": parameter.grad for name, parameter in trained},
-            "loss": loss.detach(),
-            **{f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)},
-        }
-
     try:
-        with trial(model, spec) as tried:
-            if tried.spec.is_planned:
+        with trial(model, spec) as record:
+            if record.spec.is_planned:
                 raise HfCkptError(
-                    f"`{tried.spec.policy}` has no plan before a run. Install it and train some steps; then verify "
+                    f"`{record.spec.policy}` has no plan before a run. Install it and train some steps; then verify "
                     "without a spec, or verify the plan `hf_ckpt.describe(model).plan`."
                 )
-            compiled = {name for name, action in tried.plan.active().items() if ACTIONS[action.kind].compiles}
-            with trial(model, _with_share_1(tried.plan)) if compiled else paused(model):
-                plain = step()
-            planned = step()
+            compiled = {name for name, action in record.plan.active().items() if ACTIONS[action.kind].compiles}
+            with trial(model, _with_share_1(record.plan)) if compiled else paused(model):
+                plain = _step(model, batch, loss_fn)
+            before.restore()
+            planned = _step(model, batch, loss_fn)
             after = describe(model)
-            problems = _not_carried_out(tried, after, compiled, compat.distributed.devices_of_model(model))
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
         before.restore()
+    return _compared(plain, planned, after, compiled)
 
-    there = {name: one for name, one in plain.items() if one is not None and name.startswith("gradient of ")}
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What a step computed."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def _step(model: nn.Module, batch: Mapping[str, Any], loss_fn: Callable[[Any], torch.Tensor] | None) -> _Step:
+    """Run forward and backward."""
+    model.zero_grad(set_to_none=True)
+    outputs = model(**batch)
+    loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
+    if loss is None:
+        raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
+    loss.backward()
+    return _Step(
+        loss.detach(),
+        {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None},
+        {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)},
+    )
+
+
+def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[str]) -> Verification:
+    """Compare a step under a plan, whose description this is, with one without it."""
+    norms = [float(gradient.double().norm()) for gradient in plain.gradients.values()]
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
-    least = 0.01 * max((float(gradient.double().norm()) for gradient in there.values()), default=0.0)
-    gaps = {name: _gap(one, planned.get(name), least if name in there else 0.0) for name, one in plain.items()}
+    gradients = _gaps(plain.gradients, planned.gradients, least=0.01 * max(norms, default=0.0))
+    buffers = _gaps(plain.buffers, planned.buffers)
+    loss = _gaps({"": plain.loss}, {"": planned.loss})[""]
     allowed = 0.0
     if compiled or after.plan.head != "full":
-        small = any(gradient.dtype.itemsize < 4 for gradient in there.values())
-        allowed = ROUNDING_16 if small or compat.devices.autocast_is_on() else ROUNDING
-    for name, gap in gaps.items():
-        if not gap <= (0.0 if name.startswith("buffer ") else allowed):  # or NaN
-            problems.append(f"{name} differs by {gap:.2g} of its norm")
-            break
-    if not there:
+        is_16_bit = any(gradient.dtype.itemsize < 4 for gradient in plain.gradients.values())
+        allowed = ROUNDING_16 if is_16_bit or compat.devices.autocast_is_on() else ROUNDING
+    problems = _not_carried_out(after, compiled)
+    checks = [(f"gradient of {name}", gap, allowed) for name, gap in gradients.items()]
+    checks += [("loss", loss, allowed), *((f"buffer {name}", gap, 0.0) for name, gap in buffers.items())]
+    wrong = [f"{name} differs by {gap:.2g} of its norm" for name, gap, most in checks if not gap <= most]  # or NaN
+    problems += wrong[:1]
+    if not gradients:
         problems.append("no parameter got a gradient: nothing was compared")
-    equal = f"{sum(gaps[name] == 0 for name in there)} of {len(there)} bit-equal"
-    largest = max((gaps[name] for name in there), default=0.0)
+    equal = f"{list(gradients.values()).count(0.0)} of {len(gradients)} bit-equal"
+    largest = max(gradients.values(), default=0.0)
     return Verification(
         plan=after.plan,
-        loss="equal" if gaps["loss"] == 0 else f"differs by {gaps['loss']:.2g} of its value",
+        loss=f"differs by {loss:.2g} of its value" if loss else "equal",
         gradients=f"{equal}, the others up to {largest:.2g} of their norm (allowed {allowed:g})" if allowed else equal,
         recomputed=after.recomputed,
         problems=tuple(problems),
     )
 
 
-def _not_carried_out(
-    record: Installation, after: Description, compiled: set[str], devices: Iterable[torch.device]
-) -> list[str]:
-    """Return what the plan of a model on these devices promises, and its last step did not do."""
+def _gaps(plain: dict[str, torch.Tensor], planned: dict[str, torch.Tensor], least: float = 0.0) -> dict[str, float]:
+    """Return the norm of the difference of each tensor, over its norm without the plan, or over `least` if larger.
+
+    That is 0 if they are bit-equal, and infinite if one of them is missing.
+    """
+    gaps = dict.fromkeys(plain | planned, float("inf"))
+    for name in plain.keys() & planned.keys():
+        is_equal = torch.equal(plain[name], planned[name])
+        gaps[name] = 0.0 if is_equal else share_of_difference(plain[name], planned[name], least)
+    return gaps
+
+
+def _not_carried_out(after: Description, compiled: set[str]) -> list[str]:
+    """Return what the plan promises, and its last step did not do."""
     problems = []
     hidden = {*after.frozen, *compiled.intersection(after.in_graphs)}
     missing = [name for name, count in after.recomputed.items() if not count and name not in hidden]
@@ -176,14 +191,6 @@ def _not_carried_out(
         problems.append(f"planned but not recomputed: {', '.join(missing)}{graphs if after.in_graphs else ''}")
     if after.plan.head != "full" and not after.chunked_heads:
         problems.append(f"the head did not run in chunks; last call: {after.head_ran or 'none'}")
-    # The last block of a stack moves nothing, nor do blocks below the first trainable parameter.
-    moving = [name for name, region in record.regions.items() if getattr(region, "mover", None) is not None]
-    moving = [name for name in moving if name not in after.frozen]
-    if moving and not after.moved and not all(compat.devices.shares_host_memory(device.type) for device in devices):
-        problems.append(
-            f"planned, but moved nothing to host memory: {', '.join(moving)} (the device has no streams, "
-            "`host_budget` is too small, or all tensors are small)"
-        )
     return problems
 
 
@@ -194,10 +201,3 @@ def _with_share_1(plan: Plan) -> Plan:
         for block, action in plan.actions
     )
     return dataclasses.replace(plan, actions=tuple(actions), prediction=None)
-
-
-def _gap(one: torch.Tensor | None, other: torch.Tensor | None, least: float = 0.0) -> float:
-    """Return the norm of the difference over the norm of `one`, or over `least` if larger; 0 if they are bit-equal."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    return 0.0 if torch.equal(one, other) else share_of_difference(one, other, least)

@@ -19,6 +19,7 @@ from hf_ckpt.attach.attach import put_check
 from hf_ckpt.attach.record import FUNCTION, Installation, is_on
 from hf_ckpt.engines.check import CAUSES, Check, Difference
 from hf_ckpt.errors import MismatchError
+from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.spec.description import Watched
@@ -38,17 +39,19 @@ class Watch:
     """
 
     def __init__(self, check_every: int, on_mismatch: str = "warn") -> None:
-        self.check_every, self.on_mismatch = check_every, on_mismatch
+        self.check_every = check_every
+        self.on_mismatch = on_mismatch
         self.differences: list[Difference] = []
         """The first difference of each check that found one."""
         self.updated: dict[str, str] = {}
         """What recomputations updated once more: qualified name -> that, in words."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
-        self._due = False
-        """Whether to check a block in the next forward that allows it."""
+        self._next = min(FIRST, check_every)
+        """The forward to check next. If a check is not possible in it, a later one is checked in its place."""
         self._turn = 0
-        self._checks = self._compared = self._left_out = 0
+        self._checks = 0
+        self._compared = 0
         self._not_checked: dict[str, str] = {}
         """What cannot be checked -> why."""
         self._check: weakref.ref[Check] | None = None
@@ -63,31 +66,30 @@ class Watch:
             record: the record of hf_ckpt on the model; None if something else checkpoints it.
         """
         self.stop()
-        first = min(FIRST, self.check_every)
         if record is not None and record.planned is not None and record.planned.measures:
             return
         self._forwards += 1
-        self._due |= self._forwards % self.check_every == first % self.check_every
         if record is not None and record.session is not None and record.session.recorder is not None:
             return  # a check would disturb it
-        if not self._due or compat.devices.is_capturing():  # a check waits for the device, which a graph does not allow
-            return
+        if self._forwards < self._next or compat.devices.is_capturing():
+            return  # a check waits for the device, which a captured graph does not allow
         blocks = self._blocks(base, record, running or base)
         devices = compat.distributed.devices_of_model(base)
         room = _room_bytes(record)
-        if room is None and self._forwards == 1 and compat.devices.accelerators(devices):
-            return  # the first step shows what is left
         if room is None:
+            if self._forwards == 1 and compat.devices.accelerators(devices):
+                return  # the first step shows what is left
             room = spare_bytes(devices)
-        self._due = False
+        self._next = self._forwards + self.check_every
         if not blocks:
             return
         if room is None:
             why = f"torch does not report how much memory the model leaves on {compat.devices.device_name(devices)}"
-            self._say_once("blocks", why, logging.WARNING)
+            self._not_checked["blocks"] = why
+            warn_once(log, "hf_ckpt: blocks are not checked: %s.", why)
             return
         if room <= 0:
-            self._say_once("blocks", "the plan leaves no room")
+            self._not_checked["blocks"] = "the plan leaves no room"
             return
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
@@ -98,26 +100,22 @@ class Watch:
     def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, block) for the blocks that can be checked, in order."""
         if record is None:
-            found = find_blocks(base).modules.items()
-            blocks = [(name, module) for name, module in found if is_on(module) and getattr(module, FUNCTION, None)]
+            modules = find_blocks(base).modules
+            names = [name for name in modules if is_on(modules[name]) and getattr(modules[name], FUNCTION, None)]
         else:
-            checked = {name for name, region in record.regions.items() if not region.compiles_block}
-            if len(checked) < len(record.regions):
-                self._say_once("compiled blocks", "a graph hides what its backward gets; use `hf_ckpt.verify`")
-            elif not checked:
-                self._say_once("blocks under `keep`", "their backward uses what autograd saved")
-            blocks = [(name, module) for name, module in record.blocks.items() if name in checked]
-        compiled = {
-            inner for module in running.modules() if compat.compiler.is_compiled(module) for inner in module.modules()
-        }
-        if compiled.intersection(module for _, module in blocks):
-            self._say_once("blocks that something else compiles", "to check one, torch would compile it once more")
-        return [(name, module) for name, module in blocks if module not in compiled]
-
-    def _say_once(self, what: str, why: str, level: int = logging.INFO) -> None:
-        if what not in self._not_checked:
-            self._not_checked[what] = why
-            log.log(level, "hf_ckpt: %s are not checked: %s.", what, why)
+            modules = record.blocks
+            regions = record.regions
+            names = [name for name in modules if name in regions and not regions[name].compiles_block]
+            if any(region.compiles_block for region in regions.values()):
+                self._not_checked["compiled blocks"] = "a graph hides what its backward gets; use `hf_ckpt.verify`"
+            elif not regions:
+                self._not_checked["blocks under `keep`"] = "their backward uses what autograd saved"
+        graphs = [module for module in running.modules() if compat.compiler.is_compiled(module)]
+        compiled = {inner for module in graphs for inner in module.modules()}
+        blocks = [(name, modules[name]) for name in names if modules[name] not in compiled]
+        if len(blocks) < len(names):
+            self._not_checked["blocks that something else compiles"] = "torch would compile one once more to check it"
+        return blocks
 
     def _has_ended(self, check: Check) -> None:
         """Count a check that has ended, and warn of the first difference.
@@ -129,7 +127,6 @@ class Watch:
             return
         self._checks += 1
         self._compared += check.compared
-        self._left_out += check.left_out
         for name in check.updated:
             what_to_do = CAUSES["updated"].format(updated="it")
             text = f"`{check.block}.{name}` was updated once more by the recomputation. {what_to_do}"
@@ -145,10 +142,8 @@ class Watch:
         if len(self.differences) == 1:
             log.warning(
                 "hf_ckpt: gradients of this step are wrong, and those of later steps may be: backward was not given "
-                "what the forward saved, %s (%d of %d compared tensors differ)",
+                "what the forward saved, %s",
                 first,
-                len(check.differences),
-                check.compared,
             )
 
     def stop(self) -> None:
@@ -161,7 +156,7 @@ class Watch:
         """Return the results so far."""
         differences = tuple(map(str, self.differences))
         updated = tuple(self.updated.values())
-        return Watched(self._checks, self._compared, self._left_out, differences, updated, dict(self._not_checked))
+        return Watched(self._checks, self._compared, differences, updated, dict(self._not_checked))
 
 
 def _room_bytes(record: Installation | None) -> int | None:

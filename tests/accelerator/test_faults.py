@@ -15,7 +15,6 @@ import hf_ckpt
 from accelerator import device
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines import offload
 from hf_ckpt.engines.rebuild import ops
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure import memory
@@ -231,16 +230,6 @@ def test_dropout_is_rebuilt_by_a_rule_that_was_tried(rounding, dtype, monkeypatc
             assert_same(expected, step(model, batch))
     assert hf_ckpt.describe(model).dropped_tensors
     assert {key[0] for key in ops._rules_of_dropout} <= {device.NAME}
-
-
-def test_verify_refuses_what_moves_nothing(monkeypatch):
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
-    model, batch = model_and_batch(SECOND if device.DEVICES > 1 else FIRST)
-    assert hf_ckpt.verify(model, batch, "offload")
-    monkeypatch.setattr(offload, "lane_of", lambda device: None)
-    refused = hf_ckpt.verify(model, batch, "offload")
-    assert not refused
-    assert "moved nothing to host memory: model.layers.0, model.layers.1, " in str(refused)
 
 
 def idle_bytes():

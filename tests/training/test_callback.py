@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -48,11 +49,8 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
         assert row["memory/peak_gib"] > 0
         assert row["time/step_s"] > 0
         assert row["time/tokens_per_s"] == pytest.approx(2 * 12 / row["time/step_s"])
-        # logits of the training step: batch 2, 12 tokens, 320 entries of 4 bytes
-        assert row["memory/head_gib"] * 2**30 == 2 * 12 * 320 * 4
     (start,) = metrics(tmp_path, "start")
     assert start["memory_source"] == PeakMeter({torch.device("cpu")}).source
-    assert [row["action"] for row in start["plan"]["stacks"]["decoder"]] == ["full"] * 4
     history = [row["memory/peak_gib"] for row in run.state.log_history if "loss" in row]
     assert history == [row["memory/peak_gib"] for row in rows]
     assert "memory/peak_gib" in capsys.readouterr().out  # the Trainer's own console line
@@ -66,11 +64,12 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
 
 
 @pytest.mark.long
-def test_plans_of_a_budget_are_written_with_their_predicted_peak(tmp_path):
+def test_the_predicted_peak_of_a_budget_is_logged(tmp_path):
     spec = {f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}}
-    trainer(tmp_path, max_steps=24, logging_steps=24, **spec).train()
-    (row,), plans = metrics(tmp_path), metrics(tmp_path, "plan")
-    assert row["memory/predicted_gib"] * 2**30 == plans[-1]["plan"]["prediction"]["peak_bytes"]
+    run = trainer(tmp_path, max_steps=24, logging_steps=24, **spec)
+    run.train()
+    (row,) = metrics(tmp_path)
+    assert row["memory/predicted_gib"] * 2**30 == hf_ckpt.describe(run.model).plan.prediction.peak_bytes
     assert 0 < row["memory/predicted_gib"] <= 1
 
 
@@ -83,8 +82,7 @@ def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
     (row,) = metrics(tmp_path)
     assert row["memory/peak_gib"] is None
     assert "memory/peak_gib" not in run.state.log_history[0]
-    assert "time/tokens_per_s" not in row
-    assert row["time/samples_per_s"] == pytest.approx(2 / row["time/step_s"])
+    assert row["time/tokens_per_s"] is None
 
 
 class LogAtEpochEnd(transformers.TrainerCallback):
@@ -206,24 +204,23 @@ def test_any_model_is_measured_and_a_short_run_that_logs_nothing_too(tmp_path):
     (end,) = metrics(tmp_path, "end")
     assert end["memory/peak_gib"] > 0
     assert end["time/tokens_per_s"] == pytest.approx(2 * 12 / end["time/step_s"])
-    assert end["memory/head_gib"] is None
 
 
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
     """Memory and time are the largest of all ranks; tokens are their sum."""
-    seen: list[tuple] = []
+    seen: list[dict] = []
 
     def two_ranks(values):
         seen.append(values)
-        peak, *between, seconds, _, mismatches = values
-        return [values, (peak * 3, *between, seconds * 2, 1000.0, mismatches)]
+        other = {"memory/peak_gib": values["memory/peak_gib"] * 3, "time/step_s": values["time/step_s"] * 2}
+        return [values, {**values, **other, "tokens": 1000}]
 
     monkeypatch.setattr(compat.distributed, "of_all_ranks", two_ranks)
     trainer(tmp_path, max_steps=1).train()
-    (row,), (peak, *_, seconds, tokens, _) = metrics(tmp_path), seen[0]
-    assert row["memory/peak_gib"] * 2**30 == peak * 3
-    assert row["time/step_s"] == seconds * 2
-    assert row["time/tokens_per_s"] == pytest.approx((tokens + 1000) / (seconds * 2))
+    (row,), (first, *_) = metrics(tmp_path), seen
+    assert row["memory/peak_gib"] == first["memory/peak_gib"] * 3
+    assert row["time/step_s"] == first["time/step_s"] * 2
+    assert row["time/tokens_per_s"] == pytest.approx((2 * 12 + 1000) / row["time/step_s"])
 
 
 @pytest.mark.compat
@@ -238,6 +235,7 @@ def test_a_run_that_raises_leaves_no_hooks_once_the_model_is_used_again(tmp_path
     raises.remove()
     assert kept.tb
     assert hook_count(model) > hooks
+    assert_same(expected, step(copy.deepcopy(model), tiny_batch("llama")))
     assert_same(expected, step(model, tiny_batch("llama")))
     assert hook_count(model) == hooks
     run.train()

@@ -1,4 +1,4 @@
-"""Evaluation: it is warned of if its logits find no room, and begins again in smaller batches if memory runs out."""
+"""Evaluation begins again in smaller batches if memory runs out."""
 
 from __future__ import annotations
 
@@ -10,33 +10,8 @@ from transformers import Trainer
 
 import hf_ckpt
 from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.training import callback
 
-ROW_BYTES = 12 * 320 * 4
-"""Logits of one row: 12 tokens, 320 entries, float32."""
 EVALUATING = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
-
-
-@pytest.mark.parametrize(
-    ("room", "options", "warns"),
-    [
-        (4 * ROW_BYTES - 1, {}, True),
-        (4 * ROW_BYTES, {}, False),
-        (4 * ROW_BYTES - 1, {"batch_eval_metrics": True, "per_device_eval_batch_size": 2}, False),
-        (None, {}, False),  # torch does not tell
-        (1, {"compute_metrics": None}, False),
-        (1, {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}, False),
-    ],
-)
-def test_an_evaluation_whose_logits_find_no_room_is_warned_of(room, options, warns, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(callback, "spare_bytes", lambda devices: room)
-    arguments = {key: value for key, value in options.items() if "eval" in key}
-    run = trainer(tmp_path, **EVALUATING, **arguments)
-    run.compute_metrics = lambda found, compute_result=True: {"rows": float(len(found.predictions))}
-    for key in options.keys() - arguments.keys():
-        setattr(run, key, options[key])
-    run.train()
-    assert ("gathers the logits of 4 rows, 60.00 KiB or more" in caplog.text) == warns
 
 
 class Guarded(hf_ckpt.OomGuardMixin, Trainer):

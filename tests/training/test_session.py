@@ -597,6 +597,7 @@ HEADS = {
 }
 
 
+@pytest.mark.trap(12)
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_in_chunks_is_advised_where_it_lowers_the_peak(kind, caplog):
     loss_of, head, tokens = HEADS[kind]

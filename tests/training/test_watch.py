@@ -91,7 +91,7 @@ def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
 def test_every_difference_is_counted_and_the_first_is_logged(whose, tmp_path, monkeypatch, caplog):
     training = faulty_trainer(tmp_path, monkeypatch, whose, "warn")
     training.train()
-    assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == [1, 1, 1, 1]
+    assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
     assert metrics(tmp_path, "end")[0]["ckpt/mismatch"] == 4
     assert caplog.text.count("gradients of this step are wrong") == 1
 
@@ -207,7 +207,6 @@ def test_a_check_keeps_to_its_room(room, monkeypatch, caplog):
     room = room or 0
     assert peaks[1] - peaks[0] <= room
     assert (found.checks > 0) == (room > 0)
-    assert (found.left_out > 0) == (0 < room < 1 << 30)
     assert peaks[1] > peaks[0] or room < 1 << 30
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
-import types
 
 import pytest
 import torch
 from helpers.installed import ALL
 from helpers.steps import recomputed
-from helpers.trainers import FLAG, Rows, metrics, trainer
+from helpers.trainers import FLAG, Rows, trainer
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.models.tiny import tiny_model
-from hf_ckpt.training import callback
 
 NAMES = [name.replace("_enable", "") for name in compat.transformers.ENABLE_NAMES]
 
@@ -53,38 +50,3 @@ def test_a_nested_spec_reaches_the_blocks_from_the_command_line(tmp_path, name):
     Trainer(model, arguments, train_dataset=Rows("t5", 2)).train()
     assert recomputed(model) == ["encoder.block.0", "decoder.block.1", "decoder.block.2"]
     assert hf_ckpt.describe(model).spec == spec
-
-
-LOGITS = 2 * 12 * 320 * 4
-"""Bytes of the logits for two rows."""
-
-
-@pytest.mark.trap(12)
-@pytest.mark.parametrize(
-    ("spec", "peak", "share", "said"),
-    [
-        ({"policy": "full"}, 3 * LOGITS, 1 / 3, True),
-        ({"policy": "full"}, 5 * LOGITS, 1 / 5, False),
-        ({"policy": "none"}, 3 * LOGITS, 1 / 3, False),
-        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, False),  # 6 of 24 tokens per chunk
-        ({"policy": "full", "head": 6}, 3 * LOGITS, 1 / 12, True),  # and the loss reads all logits
-    ],
-    ids=str,
-)
-def test_a_warning_says_once_that_logits_are_most_of_the_peak(spec, peak, share, said, tmp_path, monkeypatch, caplog):
-    """A warning says once that the logits are most of the peak, which checkpointing blocks cannot lower."""
-    reading = {"reset": lambda: None, "peak_bytes": lambda: peak, "reserved_bytes": lambda: None}
-    meter = types.SimpleNamespace(source="test allocator", exact=True, **reading)
-    monkeypatch.setattr(callback, "PeakMeter", lambda devices: meter)
-    run, reads = trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": spec}), said and "head" in spec
-    run.compute_loss_func = (lambda outputs, *_, **__: outputs.logits.square().mean()) if reads else None
-    with caplog.at_level(logging.WARNING, "hf_ckpt"):
-        run.train()
-    assert [row["memory/head_gib"] * 2**30 for row in metrics(tmp_path)] == [pytest.approx(share * peak)] * 3
-    messages = [record.getMessage() for record in caplog.records if "alone are" in record.getMessage()]
-    assert len(messages) == said
-    if said:
-        told = "computed as a whole for `torch.Tensor.square`" if reads else '"head": "auto"'
-        assert all(
-            part in messages[0] for part in ("LlamaForCausalLM alone are 33 % of the peak (30.00 KiB), and", told)
-        )

@@ -56,8 +56,8 @@ class HeadCall:
 
     def __init__(self, module: nn.Module, run: RowOperation, hidden: torch.Tensor, tokens: int) -> None:
         self.run, self.tokens = run, tokens
-        self.when_read_whole: Callable[[str, int], None] = lambda function, size: None
-        """Called with the name of a function that needs all logits, and their bytes."""
+        self.when_read_whole: Callable[[str], None] = lambda function: None
+        """Called with the name of a function that needs all logits."""
         self.numbers = itertools.count()
         self.bypassed: set[int] = set()
         """Numbers of the logits whose own gradient would miss a part: a loss of them was computed in chunks."""

@@ -155,10 +155,6 @@ class Logits(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Logits(shape={tuple(self.shape)}, dtype={self.dtype}, computed={self.computed is not None})"
 
-    def chunk_bytes(self) -> int:
-        """Return the bytes of the logits of one chunk."""
-        return min(self.call.tokens, self.shape[:-1].numel()) * self.shape[-1] * self.element_size()
-
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that get gradients from these logits: hidden states and parameters of the head."""
         if self.grad_fn is None or not torch.is_grad_enabled():
@@ -314,7 +310,7 @@ def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], tor
             return value
         if value.computed is None:
             name = str(torch.overrides.resolve_name(func) or func)
-            value.call.when_read_whole(name, value.nbytes)
+            value.call.when_read_whole(name)
             warn_once(
                 log,
                 "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not "
