@@ -20,11 +20,11 @@ def add(verbs: Any) -> None:
     doctor = verbs.add_parser(
         "doctor",
         help="find faults in config files that nothing else reports",
-        description="Reads training arguments (of Trainer, TRL, axolotl or LLaMA-Factory) and accelerate's config. "
-        "Exit code 1 for an error that nothing else would report, 2 for a file that cannot be read.",
+        description="Reads arguments of Trainer, TRL, axolotl, LLaMA-Factory, ms-swift or NeMo Automodel, and "
+        "configs of accelerate and DeepSpeed. Exit code 1 for an error, 2 for a file that cannot be read.",
         epilog="example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b",
     )
-    doctor.add_argument("files", nargs="+", metavar="FILE", help="config, whose kind is recognised by its keys")
+    doctor.add_argument("files", nargs="+", metavar="FILE", help="config, whose owner is recognised by its keys")
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
     doctor.set_defaults(run=run)
@@ -45,11 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
         findings = diagnose(training)
         command = _command(training, {"model": arguments.model} if arguments.model else {})
     if arguments.json:
-        print(json.dumps({"findings": [finding._asdict() for finding in findings], "plan": command}, indent=1))
+        print(
+            json.dumps(
+                {"files": training.owners, "findings": [finding._asdict() for finding in findings], "plan": command},
+                indent=1,
+            )
+        )
     else:
         table = Table("", "where", "what, and what to do", show_lines=True)
         for finding in findings:  # as `Text`, because rich would read brackets in keys and values as markup
             table.add_row(finding.severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
+        for path, owner in training.owners.items():
+            make_console().print(f"{path}: a file of {owner}", highlight=False, markup=False, soft_wrap=True)
         make_console().print(table if findings else "nothing found that would go wrong")
         make_console().print(f"whether it fits: {command}", highlight=False, markup=False, soft_wrap=True)
     return 1 if any(finding.severity == "error" for finding in findings) else 0

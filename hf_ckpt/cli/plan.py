@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
-    """Return the question of the options and of a training file, and the file's program. Findings go to stderr."""
+    """Return the question of the options and of a training file, and the file's owner. Findings go to stderr."""
     given = asked_of(arguments)
     if arguments.config is None:
         return question(given), ""
@@ -72,7 +72,8 @@ def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
         from hf_ckpt.doctor.trainings import fields_of, read_training
 
         training = read_training([arguments.config])
+        owner = training.owner
+        print(f"hf-ckpt: {arguments.config}: a file of {training.owners[str(arguments.config)]}", file=sys.stderr)
         for finding in diagnose(training):
             print(f"hf-ckpt: {arguments.config}: {finding.where}: {finding.what}", file=sys.stderr)
-        name = training.program.name
-        return question(fields_of(training, given)), name if name in ("axolotl", "LLaMA-Factory") else ""
+        return question(fields_of(training, given)), owner.name if owner.needs else ""

@@ -1,7 +1,7 @@
-"""Read the config files of a training, each by its owner's parser, and what they ask of `hf-ckpt plan`.
+"""Read the config files of a training, each by its owner's rules, and what they ask of `hf-ckpt plan`.
 
-Trainer's and TRL's files are read by their dataclasses, accelerate's by its `ClusterConfig`, and those of axolotl and
-LLaMA-Factory, which are seldom installed beside hf_ckpt, by the table in `programs`.
+Trainer's and TRL's files are read by their dataclasses, accelerate's by its `ClusterConfig`, and those of others, which
+are seldom installed beside hf_ckpt, by the table in `owners.yaml`.
 """
 
 from __future__ import annotations
@@ -13,51 +13,80 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.doctor.programs import PROGRAMS, Program
+from hf_ckpt.doctor.owners import OWNERS, Owner, owner_of
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.question import FIELDS, about
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
-OF_ACCELERATE = {"distributed_type", "compute_environment", "num_machines", "main_training_function"}
-"""Keys that only accelerate's configs have."""
 FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument that enables checkpointing: its new name, which takes precedence, and the old one."""
 SPEC_KEYS = frozenset(field.name for field in dataclasses.fields(Spec))
 """The keys of a spec. They belong into the kwargs of the flag."""
+_SIZES = {
+    "sequences": "cp_size sp_size context_parallel_size sequence_parallel_size sequence_parallel_degree "
+    "hyper_parallel_cp_size",
+    "weights": "tp_size tensor_parallel_size tensor_model_parallel_size autotp_size deepspeed_autotp_size",
+    "layers": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size",
+    "experts": "ep_size expert_parallel_size expert_model_parallel_size",
+    "batches between groups, and weights": "dp_replicate_size",
+}
+SPLITS = {key: what for what, keys in _SIZES.items() for key in keys.split()}
+"""Key that says between how many ranks something is split -> what is split. The same names are used by all owners."""
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fa2": "flash_attention_2", "disabled": "eager"}
-"""Short names of types and, by LLaMA-Factory, of attention implementations."""
+_SHORT |= {"flash_attn": "flash_attention_2"}
+"""Short names of types and, by LLaMA-Factory and ms-swift, of attention implementations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Training arguments with defaults, keys among them that the program does not have, and other configs."""
+    """Training arguments with defaults, keys among them that the owner does not have, and other configs."""
 
     path: str = ""
-    program: Program = PROGRAMS[0]
+    owner: Owner = OWNERS[0]
+    owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Path of each file -> whose it is."""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     launch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The config of accelerate."""
+    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The config of DeepSpeed, if it is a file of its own."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kwargs_key(self) -> str:
+        """The name of the flag's kwargs, in the form that is set."""
+        default = f"{next((flag for flag in FLAGS if self.values.get(flag) is not None), FLAGS[1])}_kwargs"
+        return next((f"{flag}_kwargs" for flag in FLAGS if self.values.get(f"{flag}_kwargs")), default)
 
     @property
     def flag(self) -> str:
         """The name of the training argument that enables checkpointing, in the form that is set."""
-        return next((flag for flag in FLAGS if self.values.get(flag) is not None), FLAGS[1])
+        default = self.kwargs_key.removesuffix("_kwargs")
+        return next((flag for flag in FLAGS if self.values.get(flag) is not None), default)
 
     @property
     def kwargs(self) -> Any:
         """The kwargs of the flag, with JSON text parsed as `TrainingArguments` does; None if there are none."""
-        value = next((self.values[f"{flag}_kwargs"] for flag in FLAGS if self.values.get(f"{flag}_kwargs")), None)
+        value = self.values.get(self.kwargs_key) or None
         with contextlib.suppress(ValueError):
             return json.loads(value) if isinstance(value, str) else value
         return value
 
     @property
+    def reads_spec(self) -> bool:
+        """Whether hf_ckpt sees the kwargs of the flag, as far as files say."""
+        if self.owner.needs is None:
+            return True
+        key, word = self.owner.needs
+        return word in str(self.values.get(key))
+
+    @property
     def adapters(self) -> bool:
-        """Whether adapters are trained: a rank is set, and no choice of the program turns them off."""
-        chosen = [fields.get(str(self.values.get(key)).lower()) for key, fields in self.program.choices.items()]
-        ranks = (self.values.get(key) for key, name in self.program.keys.items() if name == "lora")
+        """Whether adapters are trained: a rank is set, and no choice of the owner turns them off."""
+        chosen = [self.owner.chosen(key, self.values.get(key)) for key in self.owner.choices]
+        ranks = (self.values.get(key) for key in self.owner.fields.get("lora", "").split())
         return any(ranks) and {"lora": None} not in chosen
 
     @property
@@ -71,41 +100,83 @@ class Training:
         options = {key.removeprefix("fsdp_"): written[key] for key in written} if isinstance(written, dict) else {}
         return str(options.get("version") or config.get("fsdp_version") or (1 if launched else 2)), options
 
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's config or accelerate's part of it; its name or path if it cannot be read; empty without it."""
+        launched = self.launch.get("deepspeed_config") or {}
+        config = self.engine or self.values.get("deepspeed") or launched.get("deepspeed_config_file") or launched
+        with contextlib.suppress(ValueError):  # a path that is another one where the training starts
+            config = read_values(config, unique=False) if isinstance(config, str) else config
+        return config if isinstance(config, (dict, str)) else {}
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Keys of `SPLITS`, as the file spells them, with sizes above 1."""
+        sections = [self.values, self.values.get("parallelism_config"), self.launch.get("parallelism_config")]
+        if isinstance(self.deepspeed, dict):
+            sections += [self.deepspeed, self.deepspeed.get("tensor_parallel")]
+        items = [item for section in sections if isinstance(section, Mapping) for item in section.items()]
+        sizes = {key: int(size) for key, size in items if split_by(key) and str(size).isdecimal()}
+        return {key: size for key, size in sizes.items() if size > 1}
+
+
+def split_by(key: str) -> str:
+    """Return what a key splits between ranks; empty for other keys."""
+    return SPLITS.get(key.removeprefix("distributed.").removeprefix("parallelism_config_"), "")
+
 
 def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None = None) -> Training:
-    """Read training arguments and accelerate's config, which are told apart by their keys.
+    """Read training arguments, accelerate's config and DeepSpeed's, which are told apart by their keys.
 
     Raises `HfCkptError` for a file that cannot be read or is the second of its kind.
     """
     parts: dict[str, Any] = {"model": model or {}}
+    owners: dict[str, str] = {}
     for path in map(str, paths):
         try:
-            part = _read_file(path)
+            owner, part = _read_file(path)
         except (ValueError, TypeError, ImportError) as error:
             raise HfCkptError(f"cannot read {path!r}: {reason_of(error)}.") from error
         if parts.keys() & part.keys():
             raise HfCkptError(f"{path!r} is the second config of its kind: give one.")
         parts |= part
-    return Training(**parts)
+        owners[path] = owner.name
+    return Training(**parts, owners=owners)
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    """Return the parts of a `Training` that are in a file. Raises `ValueError` or `TypeError` if it is none."""
+def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
+    """Return whose a file is, and the parts of a `Training` in it. Raises `ValueError` or `TypeError` if it is none."""
     written = read_values(path, unique=False)  # each program takes the last of two
     if not isinstance(written, dict):
         raise ValueError(f"it must hold a mapping of keys, but holds {shown(written, 60)} instead")
-    if OF_ACCELERATE & written.keys():
+    written = {str(key): value for key, value in written.items() if value is not None}
+    owner = owner_of(written)
+    if owner.refused:
+        raise ValueError(f"it is a file of {owner.name}: {owner.refused}")
+    if owner.part == "engine":
+        return owner, {"engine": written}
+    if owner.part == "launch":
         from accelerate.commands.config.config_args import load_config_from_file
 
-        return {"launch": load_config_from_file(path).to_dict()}
-    written = {str(key): value for key, value in written.items() if value is not None}
-    program = max(PROGRAMS, key=lambda program: len(program.telltales & written.keys()))
-    values = {**program.options(written), **program.defaults}
-    known = {*values, *program.keys, *program.others.split(), *SPEC_KEYS}
+        return owner, {"launch": load_config_from_file(path).to_dict()}
+    if owner.sections:
+        written = _without_sections(written)
+    values = {**owner.options(written), **owner.defaults}
+    known = {*values, *owner.keys, *SPEC_KEYS, *filter(split_by, written)}
     if not known & written.keys():
-        raise ValueError("it has no training arguments, and is no config of accelerate; a model's goes with --model")
+        names = ", ".join(owner.name for owner in OWNERS if not owner.refused)
+        raise ValueError(f"it has no key of a file of {names}; a model's config goes with --model")
     unknown = tuple(key for key in written if key not in known)
-    return {"path": path, "program": program, "values": {**values, **written}, "unknown": unknown}
+    return owner, {"path": path, "owner": owner, "values": {**values, **written}, "unknown": unknown}
+
+
+def _without_sections(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of sections under `section.key`, and others as they are. `none` and 0 stand for no value."""
+    values: dict[str, Any] = {}
+    for name, section in written.items():
+        inner = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else None
+        values |= {name: section} if inner is None else inner
+    return {key: value for key, value in values.items() if str(value).lower() not in ("none", "0")}
 
 
 def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,20 +184,33 @@ def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `HfCkptError` for what cannot be planned for.
     """
-    path, values, program = training.path, training.values, training.program
+    values = training.values
+    owner = training.owner
     fields: dict[str, Any] = {}
-    for key, name in program.keys.items():
-        if name in FIELDS.keys() - fields.keys() and values.get(key) not in (None, "auto"):
-            fields[name] = _read_value(name, values[key], f"{path}: {key}")
-    for key, choices in program.choices.items():
-        chosen = choices.get(str(values.get(key)).lower())
-        if chosen is None:
-            raise HfCkptError(f"{path}: `{key}: {values[key]}` cannot be planned for, only {', '.join(choices)}.")
-        fields |= chosen
+    for name, keys in owner.fields.items():
+        key = next((key for key in keys.split() if values.get(key) not in (None, "auto")), None)
+        if key is not None:
+            fields[name] = _read_value(name, values[key], f"{training.path}: {key}")
     fields |= {} if training.adapters else {"lora_targets": None, "lora_dropout": None}
-    fields |= {**_types(training, fields.get("dtype")), **_shared(training), **given}
+    fields |= {**_types(training, fields.get("dtype")), **_shared(training)}
+    for key, choices in owner.choices.items():
+        chosen = owner.chosen(key, values.get(key))
+        if chosen is None:
+            named = ", ".join(str(choice).lower() for choice in choices)
+            raise HfCkptError(f"{training.path}: `{key}: {values[key]}` cannot be planned for, only {named}.")
+        fields |= chosen
+    fields |= _of_splits(training, fields.get("tokens")) | dict(given)
     fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
     return {**fields, **_of_model(fields)} if "model" in fields else fields
+
+
+def _of_splits(training: Training, tokens: int | None) -> dict[str, Any]:
+    """Return the `tokens` of one rank. Raises `HfCkptError` if something other than sequences is split."""
+    for key, size in training.splits.items():
+        if split_by(key) != "sequences":
+            raise HfCkptError(f"`{key}: {size}` splits {split_by(key)} between ranks, which cannot be planned for.")
+        tokens = None if tokens is None else -(-tokens // size)
+    return {"tokens": tokens}
 
 
 def _read_value(name: str, value: Any, where: str) -> Any:
@@ -135,7 +219,13 @@ def _read_value(name: str, value: Any, where: str) -> Any:
         return bool(value)
     if name == "lora_targets":
         names = value if isinstance(value, list) else str(value).split(",")
-        return "all-linear" if names[0] in ("all", "all-linear") else tuple(name.strip() for name in names)
+        names = [str(target).strip() for target in names if str(target).strip()]
+        names = [target.lstrip("*.") for target in names]  # NeMo Automodel's patterns
+        if {"all", "all-linear", "_proj", ""} & set(names):  # all linear layers of a block end in `_proj`
+            return "all-linear"
+        if any(set(target) & set("*\\(|[") for target in names):
+            raise HfCkptError(f"{where} has a pattern, {value}, which cannot be planned for: name the layers.")
+        return tuple(names) or None
     try:
         return about(FIELDS[name]).read(_SHORT.get(str(value), str(value).removeprefix("torch.")))
     except (HfCkptError, ValueError) as error:
@@ -144,12 +234,16 @@ def _read_value(name: str, value: Any, where: str) -> Any:
 
 def _types(training: Training, dtype: str | None) -> dict[str, Any]:
     """Return `dtype` and `autocast`: `bf16` is autocast for Trainer and TRL, for others the type of weights, too."""
-    values, weights, pure = training.values, training.program.weights, training.values.get("pure_bf16")
+    values = training.values
+    weights = training.owner.weights
+    pure = values.get("pure_bf16")
     launched = _SHORT.get(str(training.launch.get("mixed_precision")), "none")
     autocast = "bfloat16" if values.get("bf16") in (True, "auto", "full") and not pure else launched
     autocast = "float16" if values.get("fp16") is True else autocast
     plain = next((name for name in ("bfloat16", "float16") if values.get(name) or weights == "frozen"), "float32")
-    if weights == "frozen" and not (training.adapters or pure):
+    if weights == "fsdp2":
+        autocast = "bfloat16" if dtype == "float32" else "none"
+    elif weights == "frozen" and not (training.adapters or pure):
         dtype = "float32"
     elif weights != "dtype":
         dtype = plain if autocast == "none" else autocast
@@ -158,9 +252,13 @@ def _types(training: Training, dtype: str | None) -> dict[str, Any]:
 
 def _shared(training: Training) -> dict[str, Any]:
     """Return `ranks` and `parallel`. Raises `HfCkptError` for a way of sharding that cannot be planned for."""
-    deepspeed = training.launch.get("deepspeed_config") or {}
-    stage = deepspeed.get("zero_stage", "") if deepspeed or training.values.get("deepspeed") else 0
-    way = f"fsdp{training.fsdp[0]}" if training.fsdp else "ddp" if stage == 0 else f"zero{stage}"
+    config = training.deepspeed
+    if isinstance(config, str):  # a file that is not here, or `zero2`, a preset of ms-swift
+        stage = config.removeprefix("zero") if config.startswith("zero") else ""
+    else:
+        section = config.get("zero_optimization")
+        stage = config.get("zero_stage", section.get("stage", 0) if isinstance(section, dict) else 0)
+    way = f"fsdp{training.fsdp[0]}" if training.fsdp else f"zero{stage}".replace("zero0", "ddp")
     if way not in about(FIELDS["parallel"]).choices:
         raise HfCkptError(f"{way} cannot be planned for, only {', '.join(about(FIELDS['parallel']).choices)}.")
     ranks = training.launch.get("num_processes")
@@ -171,19 +269,19 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what follows from the model's config: the type of the checkpoint, and the layers that PEFT takes."""
     from hf_ckpt.forecast.model import load_config
 
-    found: dict[str, Any] = {}
+    derived: dict[str, Any] = {}
     if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
-        found["dtype"] = "float32"  # accelerate casts what is trained
+        derived["dtype"] = "float32"  # accelerate casts what is trained
     elif "dtype" not in fields and fields.get("load_in_4bit"):
-        found["dtype"] = "bfloat16"
+        derived["dtype"] = "bfloat16"
     elif "dtype" not in fields:  # since transformers 5
         dtype = getattr(load_config(fields["model"]), "dtype", None) or "float32"
-        found["dtype"] = str(dtype).removeprefix("torch.")
+        derived["dtype"] = str(dtype).removeprefix("torch.")
     if "lora" in fields and "lora_targets" not in fields:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 
         family = load_config(fields["model"]).model_type
         if family not in PEFT_TARGETS:
             raise HfCkptError(f"PEFT knows no layers of {family} for adapters: name them (--lora-targets).")
-        found["lora_targets"] = tuple(PEFT_TARGETS[family])
-    return found
+        derived["lora_targets"] = tuple(PEFT_TARGETS[family])
+    return derived

@@ -1,5 +1,6 @@
 """`hf-ckpt doctor`: files are read as their owners read them, and each rule finds its fault and nothing else."""
 
+import collections
 import json
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from hf_ckpt.cli.main import _parser, main
+from hf_ckpt.doctor.owners import OWNERS
 from hf_ckpt.doctor.rules import RULES, diagnose
 from hf_ckpt.doctor.trainings import fields_of, read_training
 from hf_ckpt.errors import HfCkptError
@@ -31,10 +33,23 @@ LLAMA_FACTORY = """
 lora_alpha: 32, lora_dropout: 0.05, lora_target: all, dataset: identity, template: llama3, cutoff_len: 512,
 per_device_train_batch_size: 2, gradient_accumulation_steps: 4, optim: adamw_torch_fused, bf16: true}
 """
+MS_SWIFT = """
+{model: mini-llama, tuner_type: lora, torch_dtype: bfloat16, quant_method: bnb, quant_bits: 4, lora_rank: 16,
+lora_alpha: 32, dataset: [a], max_length: 512, per_device_train_batch_size: 2, gradient_accumulation_steps: 4,
+optim: adamw_torch_fused}
+"""
+NEMO = """
+{step_scheduler: {local_batch_size: 2}, model: {pretrained_model_name_or_path: mini-llama, torch_dtype: bf16},
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, target_modules: '*_proj', dim: 16, dropout: 0.05},
+quantization: {load_in_4bit: true}, distributed: {strategy: ddp, dp_size: none}, dataset: {seq_length: 512}}
+"""
 TRAINER = "{model_name_or_path: mini-gpt2, output_dir: out, bf16: true}"
 FILES = {"TRL": TRL, "axolotl": AXOLOTL, "LLaMA-Factory": LLAMA_FACTORY, "Trainer": TRAINER}
+FILES |= {"ms-swift": MS_SWIFT, "NeMo Automodel": NEMO}
 QLORA = {"model": "mini-llama", "batch": 2, "tokens": 512, "lora": 16, "lora_dropout": 0.05, "load_in_4bit": True}
 QLORA |= {"autocast": "bfloat16", "optimizer": "adamw_torch_fused", "accumulation": 4}
+PEFT = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig"}
+QV = ("q_proj", "v_proj")
 FSDP2 = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
 
 
@@ -42,7 +57,7 @@ FSDP2 = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_v
 def reading(tmp_path):
     """A function (program, its launcher's config, the model's config, changed keys) -> `Training`."""
 
-    def read(program="Trainer", launch=None, model=None, **changed):
+    def read(program="Trainer", launch=None, config=None, **changed):
         if program == "TRL":
             pytest.importorskip("trl")
         values = {**yaml.safe_load(FILES[program]), **changed}
@@ -51,7 +66,7 @@ def reading(tmp_path):
         if launch is not None:
             paths.append(tmp_path / "launch.yaml")
             paths[1].write_text(yaml.safe_dump(launch))
-        return read_training(paths, model)
+        return read_training(paths, config)
 
     return read
 
@@ -59,15 +74,15 @@ def reading(tmp_path):
 # --- what a file asks for ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["TRL", "axolotl", "LLaMA-Factory"])
+@pytest.mark.parametrize("program", ["TRL", "axolotl", "LLaMA-Factory", "ms-swift"])
 def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
     training = reading(program)
-    assert training.program.name == program
+    assert training.owner.name == program
     fields = fields_of(training, {})
     assert fields.pop("trainer", None) == ("sft" if program == "TRL" else None)
     assert fields.pop("kbit_preparation", True) == (program == "TRL")
     assert Question(**fields) == Question(**QLORA)
-    assert {finding.code for finding in diagnose(training)} <= {"unknown-keys"}
+    assert not diagnose(training)
 
 
 @pytest.mark.trap(53)
@@ -78,6 +93,7 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
         ("Trainer", {"lora_r": 4}, {"lora": 4, "lora_targets": ("c_attn",)}),  # as PEFT does without names
         ("TRL", {"per_device_train_batch_size": "left out", "max_length": "left out"}, {"batch": 8, "tokens": 1024}),
         ("TRL", {"lora_target_modules": None}, {"lora": 16, "lora_targets": ("q_proj", "v_proj")}),
+        ("TRL", {"lora_target_modules": "q_proj, v_proj,"}, {"lora": 16, "lora_targets": QV}),
         ("TRL", {"dtype": "left out", "bf16": "left out"}, {"dtype": "float32", "autocast": "bfloat16"}),
         ("TRL", {"use_peft": False, "load_in_4bit": False}, {"lora": None, "lora_dropout": None}),
         ("TRL", {"beta": 0.1, "precompute_ref_log_probs": True}, {"trainer": "dpo"}),
@@ -87,6 +103,19 @@ def test_the_same_qlora_is_the_same_training_in_each_program(program, reading):
         ("LLaMA-Factory", {"stage": "dpo"}, {"trainer": "dpo"}),
         ("LLaMA-Factory", {"quantization_bit": 4, "flash_attn": "fa2"}, {"load_in_4bit": True}),
         ("LLaMA-Factory", {"quantization_bit": None, "finetuning_type": "full"}, {"lora": None, "dtype": "float32"}),
+        ("LLaMA-Factory", {"hyper_parallel_cp_size": 4, "cutoff_len": 1023}, {"tokens": 256}),
+        ("ms-swift", {"tuner_type": None, "train_type": "full"}, {"lora": None, "lora_targets": None}),
+        ("ms-swift", {"tuner_type": None, "quant_bits": None}, {"lora": 16, "lora_targets": "all-linear"}),
+        ("ms-swift", {"torch_dtype": "float32"}, {"dtype": "float32", "autocast": "float16"}),
+        ("ms-swift", {"attn_impl": "flash_attn", "rlhf_type": "dpo"}, {"attention": "flash_attention_2"}),
+        ("ms-swift", {"per_device_train_batch_size": None, "sequence_parallel_size": 2}, {"batch": 1, "tokens": 256}),
+        ("NeMo Automodel", {}, {"lora": 16, "batch": 2, "dtype": "bfloat16", "autocast": "none"}),
+        ("NeMo Automodel", {"model": {"torch_dtype": "torch.float32"}}, {"dtype": "float32", "autocast": "bfloat16"}),
+        ("NeMo Automodel", {"peft": None, "distributed": {}}, {"lora": None, "parallel": "fsdp2"}),
+        ("NeMo Automodel", {"peft": {**PEFT, "target_modules": ["*q_proj", "*.v_proj"]}}, {"lora_targets": QV}),
+        ("NeMo Automodel", {"peft": {**PEFT, "target_modules": "*"}}, {"lora_targets": "all-linear", "lora": 8}),
+        ("NeMo Automodel", {"packed_sequence": {"packed_sequence_size": 64}}, {"tokens": 64, "packing": True}),
+        ("NeMo Automodel", {"packed_sequence": {"packed_sequence_size": 0}}, {"tokens": 512, "packing": None}),
         ("LLaMA-Factory", {"bf16": None, "pure_bf16": True}, {"dtype": "bfloat16", "autocast": "none"}),
     ],
 )
@@ -108,6 +137,10 @@ def test_keys_and_defaults_are_those_of_the_program(program, changed, expected, 
         ("Trainer", None, {"lora_r": 4, "lora_dropout": 7}, "lora_dropout must be between 0 and 1"),
         ("Trainer", {**FSDP2, "fsdp_config": {}}, {}, "fsdp1 cannot be planned for"),
         ("Trainer", None, {"deepspeed": "ds.json"}, "zero cannot be planned for"),
+        ("Trainer", None, {"deepspeed": {"zero_optimization": {"stage": 2}}}, "zero2 cannot be planned for"),
+        ("ms-swift", None, {"quant_method": "hqq"}, "`quant_method: hqq` cannot be planned for, only none, bnb"),
+        ("NeMo Automodel", None, {"peft": {"target_modules": "*.mlp.*"}}, "has a pattern, .*: name the layers"),
+        ("NeMo Automodel", None, {"optimizer": {"_target_": "dion.Muon"}}, "`optimizer._target_: dion.Muon` cannot"),
     ],
 )
 def test_what_cannot_be_planned_for_is_refused_by_name(program, launch, changed, told, reading):
@@ -117,44 +150,58 @@ def test_what_cannot_be_planned_for_is_refused_by_name(program, launch, changed,
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
-KWARGS = "gradient_checkpointing_kwargs"
-ON = {"gradient_checkpointing": True}
-FULL = {**ON, KWARGS: {"policy": "full"}}
-UNSAFE = {"preserve_rng_state": False}
-SHARDED = {**FSDP2, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
-LORA = {"lora_r": 8, "lora_target_modules": "all-linear"}
-DROPOUT, SELECTIVE = {**LORA, "lora_dropout": 0.1, **ON}, {"policy": "selective", **UNSAFE}
-# code, the file with the fault, without it; of each: keys, launcher's config, model's config
-CASES = [
-    ("spec", ({**ON, KWARGS: {"polcy": "full"}},), (FULL,)),
-    ("spec", ({**ON, KWARGS: "full"},), ({**ON, KWARGS: '{"policy": "full"}'},)),
-    ("spec-outside", ({**ON, KWARGS: None, "policy": "budget", "budget": "20GiB"},), (FULL,)),
-    ("unknown-keys", ({"gradient_acumulation_steps": 4},), ({"gradient_accumulation_steps": 4},)),
-    ("flag-off", ({KWARGS: {"policy": "full"}},), (FULL,)),
-    ("flag-off", ({**FULL, "activation_checkpointing": False},), ({**FULL, "activation_checkpointing": True},)),
-    ("own-offloading", ({"activation_offloading": "legacy"},), ({"activation_offloading": False},)),
-    ("adapter-layers", ({"lora_r": 8},), (LORA,)),
-    ("deepspeed-block", ({"deepspeed": {"activation_checkpointing": {}}},), ({"deepspeed": "no-such-file"},)),
-    ("redrawn-dropout", ({**DROPOUT, KWARGS: {"policy": "full", **UNSAFE}},), ({**DROPOUT, KWARGS: SELECTIVE},)),
-    ("redrawn-dropout", ({}, SHARDED, {"resid_pdrop": 0.1}), ({}, SHARDED, {"classifier_dropout": 0.1})),
-    ("redrawn-dropout", ({}, SHARDED, {"resid_pdrop": 0.1}), ({}, FSDP2, {"resid_pdrop": 0.1})),
-]
+OF_FILES = yaml.safe_load((Path(__file__).parent / "files.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.trap(32)
-@pytest.mark.parametrize(("code", "bad", "good"), CASES, ids=[case[0] for case in CASES])
-def test_a_fault_is_found_and_its_twin_is_not(code, bad, good, reading):
-    assert {code for _, code, _ in RULES} == {code for code, *_ in CASES}
-    for (keys, *rest), expected in ((bad, True), (good, False)):
-        findings = [finding for finding in diagnose(reading("Trainer", *rest, **keys)) if finding.code == code]
-        assert bool(findings) == expected
-        assert all(finding.where and finding.what and finding.fix for finding in findings)
+@pytest.mark.parametrize("row", OF_FILES, ids=["+".join(row["files"]) for row in OF_FILES])
+def test_what_is_said_of_a_file(row, tmp_path, monkeypatch, capsys):
+    if "TRL" in row["files"]:
+        pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    names = {f"{owner}.yaml".replace(" ", "-"): owner for owner in row["files"]}
+    for name, owner in names.items():
+        Path(name).write_text(yaml.safe_dump(row["files"][owner]), encoding="utf-8")
+    model = ["--model", row["model"]] if "model" in row else []
+    code = main(["doctor", *names, *model, "--json"])
+    printed = capsys.readouterr()
+    if "refused" in row:
+        assert (code, printed.err.splitlines()[-1]) == (2, row["refused"])
+        return
+    answer = json.loads(printed.out)
+    says = ["{severity} {code}: {where}: {what} {fix}".format(**finding) for finding in answer["findings"]]
+    assert (answer["files"], says, answer["plan"]) == (names, row["says"], row["plan"])
+    assert code == any(line.startswith("error") for line in says)
 
 
-def test_keys_that_are_not_indented_and_keys_that_are_misspelt_are_named(reading):
-    findings = diagnose(reading("axolotl", policy="budget", budget="20GiB", sequence_length=4096))
-    assert [finding.where for finding in findings if finding.code == "spec-outside"] == ["budget", "policy"]
-    assert "sequence_length (did you mean sequence_len?)" in findings[2].where
+def test_files_of_every_owner_and_faults_of_every_rule_are_in_the_table():
+    counts = collections.Counter(owner for row in OF_FILES for owner in row["files"])
+    assert counts.keys() == {owner.name for owner in OWNERS}
+    assert all(counts[owner.name] >= (1 if owner.refused else 4) for owner in OWNERS)
+    assert {line.split()[1].rstrip(":") for row in OF_FILES for line in row.get("says", ())} == {
+        row[1] for row in RULES
+    }
+
+
+@pytest.mark.parametrize(
+    ("owner", "keys"), yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text(encoding="utf-8")).items()
+)
+def test_no_key_of_an_owner_is_called_misspelt_or_taken_for_one_of_a_spec(owner, keys, reading):
+    sections = {}
+    for key in keys.split():
+        section, _, name = key.rpartition(".")
+        (sections.setdefault(section, {}) if section else sections)[name] = False
+    training = reading(owner, **sections)
+    assert training.owner.name == owner
+    assert len(keys.split()) > 200
+    assert not {"misspelt", "spec-outside"} & {finding.code for finding in diagnose(training)}
+
+
+def test_dropout_outside_the_blocks_is_not_redrawn(reading):
+    sharded = {**FSDP2, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}
+    for key, expected in (("classifier_dropout", False), ("resid_pdrop", True)):
+        findings = diagnose(reading("Trainer", sharded, {key: 0.1}))
+        assert ("redrawn-dropout" in {finding.code for finding in findings}) == expected
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
@@ -188,11 +235,19 @@ def test_shipped_configs_have_no_fault_and_the_command_asks_what_they_say(launch
     ("command", "text", "code", "told"),
     [
         ("doctor", "{gradient_checkpointing: true, gradient_checkpointing_kwargs: {policy: '[bold]'}}", 1, "[bold]"),
-        ("doctor", "{gradient_checkpointing: true}", 0, "nothing found"),
+        (
+            "doctor",
+            "{gradient_checkpointing: true, gradient_checkpointing_kwargs: full}",
+            1,
+            "is not a key of the spec",
+        ),
+        ("doctor", "{gradient_checkpointing: true}", 0, "train.yaml: a file of Trainer\nnothing found"),
+        ("plan --config", "{output_dir: out}", 2, "train.yaml: a file of Trainer\n"),
+        ("plan --config", "{zero_optimization: {stage: 2}}", 2, "zero2 cannot be planned for"),
         ("plan --config", "{output_dir: out, policy: full}", 2, "policy: it stands beside the checkpointing kwargs"),
         ("doctor", "a: [", 2, "not valid YAML"),
         ("plan --config", "[1]", 2, "must hold a mapping"),
-        ("plan --config", "name: me", 2, "it has no training arguments"),
+        ("plan --config", "name: me", 2, "it has no key of a file of Trainer, TRL, axolotl,"),
         ("doctor", "{distributed_type: FSDP, fsdp_verison: 2}", 2, "unknown keys"),
     ],
 )
