@@ -141,8 +141,10 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
         size = format_bytes(parts[f"temporary in {course.worst.label}"])
         hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
     kept = parts["kept for backward"]
-    if kept and course.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1 and costs.has_host:
-        hints.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget` holds it in host memory")
+    if kept and course.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1:
+        host = "a larger `host_budget` holds it in host memory, or " if costs.has_host else ""
+        less = "`full` with `segments` keeps less, for one more forward"
+        hints.append(f"what blocks keep is {format_bytes(kept)} of it: {host}{less}")
     filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     above = f"{filled}), {format_bytes(course.peak_bytes - budget_bytes)} too much. What would lower it:"
     lowest_bytes = format_bytes(course.peak_bytes)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
@@ -228,34 +228,23 @@ class Measurements:
         return {}
 
     def to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
-        """Return blocks to run under the least timed actions, as many as fit into a limit, in bytes; none if only
-        `full` is known. Some blocks of each kind run under `full`, for comparison. The batch must have a `reference`.
+        """Return blocks to run under other actions than the one that keeps least, as many as fit into a limit, in
+        bytes; none if only that one is known. The batch must have a `reference`.
+
+        Neighbours of a kind take turns, and another action begins in the next step. So calls at both ends of a step,
+        which take longer, are not those of one action.
         """
+        step = self._bound(batch)
+        shown = self._shown(batch, step)
         costs = self.costs(batch)
-        kinds = self._calls_of_kinds(batch, self._bound(batch))
-        shown = self._shown(batch, self._bound(batch))
-        pairs = [
-            (kind, action)
-            for kind in kinds
-            for action in reversed(self.actions)
-            if (kind, action) in shown or action == self.actions[-1]
-        ]
-        free: dict[int, list[str]] = {}
-        for kind, calls in kinds.items():  # calls at both ends of a step take longer, so the middle is `full`
-            names = list(dict.fromkeys(call.name[0] for call in calls))
-            count = max(1, len(names) // (1 + sum(pair[0] == kind for pair in pairs)))
-            first = (len(names) - count) // 2
-            free[kind] = names[:first] + names[first + count :]
         chosen: dict[str, Action] = {}
-        timed = collections.Counter({pair: len(self._rows.get(pair, ())) for pair in pairs})
-        while pairs:
-            pair = min(pairs, key=timed.__getitem__)
-            kind, action = pair
-            if free[kind] and costs.peak({**chosen, free[kind][-1]: action}) <= limit:
-                chosen[free[kind].pop()] = action
-                timed[pair] += 1
-            else:
-                pairs.remove(pair)
+        for kind, calls in self._calls_of_kinds(batch, step).items():
+            least = self.actions[-1]
+            actions = [least, *(action for action in self.actions[:-1] if (kind, action) in shown)]
+            turns = itertools.islice(itertools.cycle(actions), self.timed, None)
+            for block, action in zip(reversed(dict.fromkeys(call.name[0] for call in calls)), turns, strict=False):
+                if action != least and costs.peak({**chosen, block: action}) <= limit:
+                    chosen[block] = action
         return chosen
 
     def _calls_of_kinds(self, batch: Batch, step: Step) -> dict[int, list[Call]]:
@@ -268,8 +257,12 @@ class Measurements:
 
     # --- costs ---
 
-    def costs(self, batch: Batch) -> Costs:
-        """Return the costs for a batch, which must have a `reference`."""
+    def costs(self, batch: Batch, actions: Collection[Action] | None = None) -> Costs:
+        """Return the costs for a batch, which must have a `reference`.
+
+        `actions` are those that blocks may have, by default all. A block that may have none of them keeps least.
+        """
+        allowed = self.actions if actions is None else actions
         full = self._bound(batch)
         times = self._times()
         shown = self._shown(batch, full)
@@ -286,10 +279,11 @@ class Measurements:
                 continue
             of_call = trials[call.name] = {}
             for action in self.actions[:-1]:
-                if (kind, action) in shown:
+                if (kind, action) in shown and action in allowed:
                     backward = round(shares.get((kind, action), 1.0) * sum(spent)) - spent.forward
                     of_call[action] = dataclasses.replace(shown[kind, action], backward_nanoseconds=max(0, backward))
-            of_call[self.actions[-1]] = least
+            if self.actions[-1] in allowed or not of_call:
+                of_call[self.actions[-1]] = least
         outside = times.get(None, Times())
         before = dataclasses.replace(full.before, nanoseconds=outside.forward)
         head = dataclasses.replace(calls[-1].behind, nanoseconds=outside.backward)

@@ -8,7 +8,6 @@ import itertools
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from hf_ckpt.costs.costs import Costs
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch
@@ -75,15 +74,3 @@ class Race:
         if not ratios:
             return entrant
         return dataclasses.replace(entrant, seconds=entrant.seconds * statistics.median(ratios))
-
-
-def restricted(costs: Costs, actions: Sequence[Action]) -> Costs:
-    """Return costs with some of the actions. A call that may have none of them keeps its own."""
-    calls = []
-    for call in costs.calls:
-        some = {action: cost for action, cost in call.costs.items() if action in actions}
-        calls.append(dataclasses.replace(call, costs=some or call.costs))
-    left = {action for call in calls for action in call.costs}
-    return dataclasses.replace(
-        costs, calls=tuple(calls), actions=tuple(action for action in costs.actions if action in left)
-    )

@@ -59,7 +59,7 @@ from hf_ckpt.spec.plan import Plan
 from hf_ckpt.training.batches import Batch, Forward, forward_of
 from hf_ckpt.training.measurements import TIMED_STEPS, Measurements
 from hf_ckpt.training.phases import MOST_FAILURES, Known, Phase, phase_of
-from hf_ckpt.training.race import Entered, Entrant, Race, restricted
+from hf_ckpt.training.race import Entered, Entrant, Race
 from hf_ckpt.units import budget_bytes, format_bytes
 
 log = logging.getLogger(__name__)
@@ -208,8 +208,6 @@ class Session:
         """States of the model that were seen, and their numbers: see `Look`."""
         self._state: tuple[Any, int] = (None, 0)
         """The present state of the model, as in `Batch.state`."""
-        self._seen: list[Batch] = []
-        """Batches that came before, one of each size."""
         self._expected: dict[tuple[Any, Forward], tuple[Forward, ...]] = {}
         """(state of the model, first forward of a step) -> all forwards of the last such step."""
         self._surprises = 0
@@ -408,14 +406,10 @@ class Session:
         return {}, {}
 
     def _covering(self, batch: Batch) -> Planned | None:
-        """The plan of the smallest batch that covers this one; None without one, and if this one comes again, and may
-        do with less than the larger one."""
-        came_before = any(map(batch.is_near, self._seen))
-        if not came_before:
-            self._seen.append(batch)
+        """The plan of the smallest batch that covers this one; None without one, and if this one may do with less."""
         covering = [planned for shape, planned in self.plans.items() if shape.covers(batch)]
         serving = min(covering, key=lambda planned: planned.shape.elements, default=None)
-        if serving is None or not came_before or serving.shape.is_near(batch):
+        if serving is None or serving.shape.is_near(batch):
             return serving
         return serving if self._is_uniform(serving.plan, self._actions[0]) else None
 
@@ -555,56 +549,44 @@ class Session:
         if recorder is None:
             return 0
         self._drop()
-        if compat.compiler.compiled_graphs() != recorder.graphs:
-            self._failed()  # compiling takes time, and may take memory; the next step uses the new graphs
-            return 0
-        planned = recorder.planned
-        batch = dataclasses.replace(planned.shape, forwards=tuple(self._forwards))
-        if planned.phase is Phase.RACE:
-            self._finish_race(recorder, batch)
-            return 0
-        self._chunks_help = recorder.boundaries.chunks_help and self._spec.head == "full" and not self._sharded
         reader = recorder.levels.reader
         level, outside = (0, 0) if reader is None else reader.read()
         outside = outside if record.passes == self._passes else 0  # else it may include an evaluation
         self._passes = record.passes
         step = step_of(recorder.levels.levels(), outside)
-        if step is None:
+        # Compiling takes time, and may take memory. The next step uses the new graphs.
+        if step is None or compat.compiler.compiled_graphs() != recorder.graphs:
             self._failed()
             return 0
         self._failures = 0
-        self._expect(planned)
-        self._learn(planned, batch, step)
+        self._chunks_help = recorder.boundaries.chunks_help and self._spec.head == "full" and not self._sharded
+        self._expect(recorder.planned)
+        self._learn(recorder, step)
         return level
 
-    def _finish_race(self, recorder: _Recorder, batch: Batch) -> None:
-        """Store the time of a whole step, if it was as expected."""
-        if recorder.levels.last != "end":
-            self._failed()
-            return
-        self._failures = 0
-        self._expect(recorder.planned)
-        if batch == recorder.planned.shape and self.entered is not None:
-            self.race.learn(recorder.planned.plan, self.entered.entrants, recorder.levels.nanoseconds())
-
-    def _learn(self, planned: Planned, batch: Batch, step: Step) -> None:
+    def _learn(self, recorder: _Recorder, step: Step) -> None:
         """Store what a measured step has shown."""
         known = self.known
+        planned = recorder.planned
+        batch = dataclasses.replace(planned.shape, forwards=tuple(self._forwards))
+        is_as_planned = batch == planned.shape
         if planned.phase is Phase.TIME:
             known.learn_times(batch, step, planned.actions)
+        elif planned.phase is Phase.RACE:
+            if is_as_planned and self.entered is not None:
+                self.race.learn(planned.plan, self.entered.entrants, recorder.levels.nanoseconds())
         elif planned.phase is Phase.CHECK:
-            if batch == planned.shape:
+            if is_as_planned:
                 # What was alive only in this step, such as the graph of one that failed before, does not count.
                 reference = known.reference(batch)
                 start_bytes = step.start_bytes if reference is None else reference[1].start_bytes
                 self._check(planned, start_bytes + step.peak_bytes - step.start_bytes)
         elif planned.actions:
             known.learn_actions(batch, step, planned.actions)
-        elif any(tries.last for tries in planned.tries.values()):
-            if batch == planned.shape:
-                known.learn_trials(batch, step)
-        else:
+        elif not any(tries.last for tries in planned.tries.values()):
             known.learn(batch, step)
+        elif is_as_planned:
+            known.learn_trials(batch, step)
 
     def _check(self, planned: Planned, peak_bytes: int) -> None:
         """Store the measured peak of a plan's first step. Lower the limit if it exceeds the budget."""
@@ -623,9 +605,8 @@ class Session:
     def _enter(self, batch: Batch) -> Entered:
         """The fastest plan for a batch, or the one with the lowest peak, and the best simple ones that need no more."""
         device = this_device(self._devices)
-        costs = dataclasses.replace(
-            self.known.costs(batch), has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help
-        )
+        costs = self.known.costs(batch)
+        costs = dataclasses.replace(costs, has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help)
         ways = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
         first, hints = self._entrant(self._actions, ways, self.limit_bytes)
         entrants = [first]
@@ -636,7 +617,7 @@ class Session:
             if action in self._actions:
                 way = tuple(dict.fromkeys((most, action)))
                 limit = max(self.limit_bytes, prediction.peak_bytes)
-                entrant, too_much = self._entrant(way, [restricted(costs, way)], limit)
+                entrant, too_much = self._entrant(way, [self.known.costs(batch, way)], limit)
                 if not too_much:
                     entrants.append(entrant)
         return Entered(batch, tuple(entrants), tuple(hints))
