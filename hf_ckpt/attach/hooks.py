@@ -192,7 +192,7 @@ class PassHook(ModelHook):
         """Forward hook, called even after an error; then `output` is None."""
         record = None if compat.torch.is_compiling() else self._record()
         if record is not None and record.outermost.leave(module) and record.session is not None:
-            record.session.after_forward(failed=output is None)
+            record.session.after_forward(output)
 
     def _without_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with `use_cache=False`; None if that is not needed, or if they contain a cache."""

@@ -96,7 +96,8 @@ class Costs:
     at_backward_bytes: int
     """How many more bytes are alive when the first backward of a call begins than all calls keep."""
     head: tuple[Part, Part]
-    """Forward and backward of the head and the loss. The forward does not include freeing `lent_bytes`."""
+    """The head and the loss: until the model's forward ends, and from there to the first backward of a call. The bytes
+    that the first leaves are those at the end of the second, less what calls keep: see `Step.head`."""
     input_bytes: int
     """Bytes of a block's hidden states."""
     static: Static
@@ -153,17 +154,15 @@ def costs_of_step(
         trials: call -> action that it may have -> what it needs under it.
         actions: all of these, those that keep most first.
     """
-    last = full.calls[-1]
     level = full.before.net
     levels = []
     """After each forward, the bytes that outlive the model's forward."""
     costs = []
     for call in full.calls:
-        between = Part() if call is last else call.behind  # what runs after the last call is the head
         # What a call frees at the end of the forward under `full`, but not under some other action.
         lent = max(trial.later for trial in trials[call.name].values())
-        costs.append({action: _cost(call, trial, between, lent) for action, trial in trials[call.name].items()})
-        level += call.forward.net + between.net - lent
+        costs.append({action: _cost(call, trial, lent) for action, trial in trials[call.name].items()})
+        level += call.forward.net + call.behind.net - lent
         levels.append(level)
     # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
     # that forwards do not explain.
@@ -173,19 +172,21 @@ def costs_of_step(
     for (place, net), (before, _) in itertools.pairwise(places):
         gradients[place] += net - levels[before] + levels[place]
     calls = (CallCosts(block, left, of_call) for block, left, of_call in zip(blocks, gradients, costs, strict=True))
+    at_backward_bytes = full.at_backward_bytes - level
+    forward, backward = full.head
     return Costs(
         actions=tuple(actions),
         calls=tuple(calls),
         before=full.before,
-        at_backward_bytes=full.at_backward_bytes - level,
-        head=(Part(last.behind.peak, 0, last.behind.nanoseconds), Part()),
+        at_backward_bytes=at_backward_bytes,
+        head=(dataclasses.replace(forward, net=at_backward_bytes), dataclasses.replace(backward, net=0)),
         input_bytes=max(0, round(statistics.median(call.forward.net for call in full.calls))),
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
     )
 
 
-def _cost(call: Call, trial: Trial, between: Part, lent: int) -> Cost:
-    """What a call costs as a trial has shown, with what runs `between` it and the next call."""
+def _cost(call: Call, trial: Trial, lent: int) -> Cost:
+    """What a call costs as a trial has shown, with what runs between it and the next call."""
     kept = trial.kept - trial.freed.hidden
     net = call.forward.net + kept
     forward = Part(max(0, net, trial.forward_peak), net, call.forward.nanoseconds)
@@ -196,7 +197,7 @@ def _cost(call: Call, trial: Trial, between: Part, lent: int) -> Cost:
         if peak is None:  # it needs at most as much as under `full`, which holds all that a block keeps
             peak = call.backward.peak - trial.kept - trial.later
         backward = Part(max(0, end, peak), end, trial.backward_nanoseconds)
-    return Cost(forward.then(between), backward, lent - trial.later, trial.freed.shared, trial.freed.rebuilt)
+    return Cost(forward.then(call.behind), backward, lent - trial.later, trial.freed.shared, trial.freed.rebuilt)
 
 
 def with_offloading(

@@ -81,7 +81,7 @@ class Call:
     """Whether its input requires gradients."""
     forward: Part
     behind: Part
-    """What runs between this call and the next one; after the last one, the head and the loss with their backward."""
+    """What runs between this call and the next one; nothing after the last one."""
     backward: Part | None
     """Its backward, and what runs between it and the next boundary. None for a call without one."""
     trials: Mapping[Action, Trial] = dataclasses.field(default_factory=dict)
@@ -112,6 +112,9 @@ class Step:
     """In the order of their forwards."""
     at_backward_bytes: int
     """Bytes alive when the first backward of a block begins, above those at the beginning."""
+    head: tuple[Part, Part] = (Part(), Part())
+    """What runs after the last call: until the model's forward ends, and from there to the first backward of a block.
+    The peak of the second part is above the bytes at its end, where autocast's copies of weights are gone."""
     outside_peak_bytes: int = 0
     """Most bytes alive from the end of its backward to the beginning of the next step."""
     peak_bytes: int = 0
@@ -129,7 +132,9 @@ class Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
         begun = _scaled(self.at_backward_bytes, factor)
         before = _scaled(self.before, factor)
-        return dataclasses.replace(self, before=before, calls=_scaled(self.calls, factor), at_backward_bytes=begun)
+        head = _scaled(self.head, factor)
+        calls = _scaled(self.calls, factor)
+        return dataclasses.replace(self, before=before, calls=calls, at_backward_bytes=begun, head=head)
 
     def with_trials(self, other: Step) -> Step:
         """The same step with what another step of the same batch has tried."""
@@ -152,9 +157,8 @@ def joined(full: Step, other: Step, order: Sequence[str]) -> Step:
     added = [call for call in other.calls if full[call.name] is None]
     if not added:
         return full
-    calls = [*full.calls[:-1], *(dataclasses.replace(call, behind=Part()) for call in (full.calls[-1], *added))]
+    calls = [*full.calls, *(dataclasses.replace(call, behind=Part()) for call in added)]
     calls.sort(key=lambda call: (call.name[1], order.index(call.name[0])))
-    calls[-1] = dataclasses.replace(calls[-1], behind=full.calls[-1].behind)
     kept = sum(call.forward.net for call in added)
     return dataclasses.replace(full, calls=tuple(calls), at_backward_bytes=full.at_backward_bytes + kept)
 

@@ -22,7 +22,7 @@ from hf_ckpt.attach.attach import put_on, trial
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import CallCosts, Costs, Static, costs_of_step
-from hf_ckpt.costs.steps import Call, Part, Step, Trial
+from hf_ckpt.costs.steps import Call, Step, Trial
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
@@ -46,8 +46,6 @@ class _Measured:
     """One measured step of the shallow model. Blocks go by their names in it."""
 
     step: Step
-    head: tuple[Part, Part]
-    """What runs after the last block: the forward, and the backward."""
     reference: float
     """Time of the pass without gradients, which is part of the head's, as a multiple of that of the model's forward."""
     chunks_help: bool
@@ -77,15 +75,14 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
     }
     shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], trials, candidates())
     calls = _at_real_depth(model, shallow.calls)
-    forward, backward = whole.head
-    lent_bytes = sum(max(cost.lent_bytes for cost in call.costs.values()) for call in shallow.calls)
+    forward, backward = shallow.head
     deeper = _forward_nanoseconds(calls) - _forward_nanoseconds(shallow.calls)
     spent = forward.nanoseconds + round(whole.reference * deeper)
     static = _static(model, training, batch, device)
     costs = dataclasses.replace(
         shallow,
         calls=calls,
-        head=(Part(forward.peak, forward.net + lent_bytes, spent), backward),
+        head=(dataclasses.replace(forward, nanoseconds=spent), backward),
         static=static,
         family=found.family,
         model=found.model,
@@ -209,7 +206,7 @@ def _run(
             levels.mark("begin")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = _loss(model, training, step, levels.mark)
-            levels.mark("loss")
+            levels.mark("returned")
             loss.backward()  # type: ignore[no-untyped-call]
     return _measured(levels, type(model).__name__, boundaries.chunks_help)
 
@@ -238,9 +235,6 @@ def _measured(marks: Levels, model: str, chunks_help: bool) -> _Measured:
     if any(call for _, call in step.names):
         raise HfCkptError(f"a step of {model} calls its blocks several times: {NO_PLAN}")
     whats = [level.what for level in levels]
-    forwarded = max(place for place, what in enumerate(whats) if what == "forwarded")
-    loss = whats.index("loss")
-    head = part_of(levels, forwarded, loss), part_of(levels, loss, whats.index("backward"))
     forward_nanoseconds = part_of(levels, 0, whats.index("outputs")).nanoseconds
     ratio = levels[whats.index("reference")].nanoseconds / max(1, forward_nanoseconds)
-    return _Measured(step, head, ratio, chunks_help)
+    return _Measured(step, ratio, chunks_help)

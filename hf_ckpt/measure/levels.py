@@ -21,9 +21,6 @@ from hf_ckpt.measure.live import Holder, LiveBytes, Reader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 from hf_ckpt.spec.actions import Action
 
-TRIAL_MARKS = ("cast", "trial", "tried", "shown", "kept")
-"""What the marks of a trial are called, in their order: see `engines.trials`."""
-
 
 class Clock(Protocol):
     """Tells the time at a boundary."""
@@ -40,7 +37,8 @@ class Level:
     """The readings at one boundary of a step."""
 
     what: str
-    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there; or one of `TRIAL_MARKS`."""
+    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there; `returned` between the
+    model's forward and the backward; or `cast`, `trial`, `tried`, `shown` or `kept`, see `engines.trials`."""
     block: str
     """Name of the block; empty for `begin` and `end`."""
     has_graph: bool = True
@@ -147,7 +145,7 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     calls = []
     for (name, place), following in zip(forwards.items(), [*forwards.values(), first_backward][1:], strict=True):
         forward = part_of(levels, place, place + 1)
-        behind = part_of(levels, place + 1, following)
+        behind = Part() if following == first_backward else part_of(levels, place + 1, following)
         call = Call(name, levels[place].has_graph, forward, behind, None)
         calls.append(_with_backward(call, levels, backwards[name]) if name in backwards else call)
     return Step(
@@ -155,14 +153,24 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
         before=part_of(levels, 0, min(forwards.values())),
         calls=tuple(calls),
         at_backward_bytes=levels[first_backward].bytes - levels[0].bytes,
+        head=_head(levels, max(forwards.values()) + 1, first_backward),
         outside_peak_bytes=outside_peak_bytes,
         peak_bytes=max(level.peak_bytes for level in levels[1:]),
     )
 
 
+def _head(levels: Sequence[Level], forwarded: int, backward: int) -> tuple[Part, Part]:
+    """What runs between the last forward and the first backward of blocks: see `Step.head`."""
+    ends = [place for place in range(forwarded, backward) if levels[place].what == "returned"]
+    returned = ends[-1] if ends else forwarded
+    rest = part_of(levels, returned, backward)
+    above = max(level.peak_bytes for level in levels[returned + 1 : backward + 1]) - levels[backward].bytes
+    return part_of(levels, forwarded, returned), Part(above, 0, rest.nanoseconds)
+
+
 def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
     """The call with its backward, which begins at the place `first`, and with the trials in it."""
-    end = next(place for place in range(first + 1, len(levels)) if levels[place].what not in TRIAL_MARKS)
+    end = next(place for place in range(first + 1, len(levels)) if levels[place].what in ("backward", "end"))
     arrives = levels[first].bytes
     whole = part_of(levels, first, end)
     trials: dict[Action, Trial] = {}

@@ -119,8 +119,9 @@ class Measurements:
             self._rows.clear()
         self._timed_elements = batch.elements
         self.timed += 1
-        between = sum(call.behind.nanoseconds for call in step.calls[:-1])
-        self._rows[None].append(Times(step.before.nanoseconds + between, step.calls[-1].behind.nanoseconds))
+        between = sum(call.behind.nanoseconds for call in step.calls)
+        head = sum(part.nanoseconds for part in step.head)
+        self._rows[None].append(Times(step.before.nanoseconds + between, head))
         for call in step.calls:
             kind = self.kinds[batch.state].get(call.name)
             if kind is not None:
@@ -280,15 +281,15 @@ class Measurements:
             of_call = trials[call.name] = {}
             for action in self.actions[:-1]:
                 if (kind, action) in shown and action in allowed:
-                    backward = round(shares.get((kind, action), 1.0) * sum(spent)) - spent.forward
-                    of_call[action] = dataclasses.replace(shown[kind, action], backward_nanoseconds=max(0, backward))
+                    rest = round(shares.get((kind, action), 1.0) * sum(spent)) - spent.forward
+                    of_call[action] = dataclasses.replace(shown[kind, action], backward_nanoseconds=max(0, rest))
             if self.actions[-1] in allowed or not of_call:
                 of_call[self.actions[-1]] = least
         outside = times.get(None, Times())
         before = dataclasses.replace(full.before, nanoseconds=outside.forward)
-        head = dataclasses.replace(calls[-1].behind, nanoseconds=outside.backward)
-        calls[-1] = dataclasses.replace(calls[-1], behind=head)
-        step = dataclasses.replace(full, before=before, calls=tuple(calls))
+        forward, backward = full.head
+        head = dataclasses.replace(forward, nanoseconds=0), dataclasses.replace(backward, nanoseconds=outside.backward)
+        step = dataclasses.replace(full, before=before, calls=tuple(calls), head=head)
         costs = costs_of_step(step, [self.blocks[name] for name, _ in full.names], trials, self.actions)
         return dataclasses.replace(
             costs,

@@ -311,13 +311,22 @@ class Session:
         if planned.phase.is_measured:
             self._begin(record, base, running, planned, args, kwargs)
 
-    def after_forward(self, failed: bool) -> None:
-        """A training forward has ended, or has raised an error."""
-        if self.recorder is not None and failed:
+    def after_forward(self, output: Any) -> None:
+        """A training forward has ended with an output, or has raised an error, without one."""
+        if self.recorder is None:
+            return
+        if output is None:
             self._drop()
             self._failed()
-        elif self.recorder is not None:
-            self.recorder.boundaries.finish()
+            return
+        boundaries = self.recorder.boundaries
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            # An autocast around the forward has ended by then.
+            loss.register_hook(lambda gradient: boundaries.mark("returned"))  # type: ignore[no-untyped-call]
+        else:
+            boundaries.mark("returned")
+        boundaries.finish()
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
@@ -473,7 +482,7 @@ class Session:
         if not self._forwards:
             return False
         if self.recorder is not None:
-            return self.recorder.levels.last == "forwarded" and self.recorder.boundaries.has_graph
+            return self.recorder.levels.last in ("forwarded", "returned") and self.recorder.boundaries.has_graph
         expected = self._expected.get((self._state, self._forwards[0]), ())
         return len(expected) > len(self._forwards) and expected[len(self._forwards)].stack == forward.stack
 
