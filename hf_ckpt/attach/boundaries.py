@@ -71,8 +71,16 @@ class Boundaries:
             if self._gone is not None:
                 weakref.finalize(self._running, self._gone)
 
-    def finish(self) -> None:
-        """The forward that ran has ended: from now on only its graph holds it."""
+    def finish(self, output: Any) -> None:
+        """The forward that ran has ended with an output: from now on only its graph holds it.
+
+        Marks that it has `returned`, when an autocast around it has ended, too: at the latest when the backward begins.
+        """
+        loss = getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            loss.register_hook(lambda gradient: self.mark("returned"))  # type: ignore[no-untyped-call]
+        else:
+            self.mark("returned")
         self._running = None
         self._call = 0
 

@@ -25,14 +25,13 @@ def callers() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def running_call(name: str = "") -> int:
-    """Return the number of the call from which hf_ckpt is called, or of the innermost one of a function with this name.
+def running_call() -> int:
+    """Return the number of the call from which hf_ckpt is called.
 
     It is for `is_running`, and 0 without such a call. It is the address of the call's frame, because the frame itself
     would keep alive all that its variables hold.
     """
-    frames = (frame for frame in callers() if name in ("", frame.f_code.co_name))
-    return next(map(id, frames), 0)
+    return next(map(id, callers()), 0)
 
 
 def is_running(number: int) -> bool:

@@ -238,11 +238,6 @@ def counters_of(trainer: Any) -> dict[str, Any]:
     return {name: vars(trainer)[name] for name in ("_step", "_buffered_inputs") if name in vars(trainer)}
 
 
-def forget_evaluation_loaders(trainer: Any) -> None:
-    """Make a Trainer build its evaluation loaders anew: with persistent workers, it keeps them and their batch size."""
-    getattr(trainer, "_eval_dataloaders", {}).clear()
-
-
 def uninitialised() -> contextlib.AbstractContextManager[None]:
     """Make transformers create models without initialising their weights, inside this context."""
     try:

@@ -1,4 +1,4 @@
-"""Clocks: wall time of training steps, and times at the boundaries of a step on the devices of a model."""
+"""A clock: times at the boundaries of steps, on the devices of a model."""
 
 from __future__ import annotations
 
@@ -9,44 +9,6 @@ from typing import Any
 import torch
 
 from hf_ckpt import compat
-
-
-class TrainingClock:
-    """Wall time of training steps.
-
-    It counts between `resume` and `pause`. The callback pauses it during evaluation and saving. Data loading counts.
-
-    Args:
-        devices: the devices of the model.
-    """
-
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._devices = compat.devices.accelerators(devices)
-        self.running_since: float | None = None
-        """When `resume` was called; None while no time is counted."""
-        self._seconds = 0.0
-        self.steps = 0
-        """Steps since the last `take`, which the caller counts."""
-
-    def resume(self) -> None:
-        """Start to count time. It must not be counted already."""
-        self.running_since = time.perf_counter()
-
-    def pause(self) -> None:
-        """Stop counting time until `resume`. It must be counted now."""
-        assert self.running_since is not None
-        self._seconds += time.perf_counter() - self.running_since
-        self.running_since = None
-
-    def take(self) -> tuple[float, int]:
-        """Return (seconds, steps) since the last `take`, and start again from zero. Waits for the devices."""
-        compat.devices.synchronize(self._devices)
-        if self.running_since is not None:
-            self.pause()
-            self.resume()
-        taken = self._seconds, self.steps
-        self._seconds, self.steps = 0.0, 0
-        return taken
 
 
 class DeviceClock:

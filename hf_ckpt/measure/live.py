@@ -160,10 +160,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         # torch 2.8 also calls this for a storage that is alive, when garbage that referred to it is collected, such as
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
-        self._freed(alive.key, alive.size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self.current_bytes -= size
+        self.current_bytes -= alive.size
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

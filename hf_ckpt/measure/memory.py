@@ -1,14 +1,15 @@
 """Memory of the devices of a model: how much there is, and the peaks that allocators report.
 
-An accelerator's allocator has one peak for all readers, so `Allocator` keeps a window of it for each `PeakMeter`.
+An accelerator's allocator has one peak for all readers. So whoever resets it tells all `PeakMeter`s what it was.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import functools
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Iterable
@@ -23,7 +24,6 @@ from hf_ckpt.measure.live import Reader
 log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 _CONTAINER = Path("/sys/fs/cgroup")
 
 
@@ -52,16 +52,16 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
         devices: the devices of the model; None asks for the machine's accelerator.
     """
     there = compat.devices.accelerators(devices)
-    found = _memory_of(there[0], held_bytes) if there else None
-    if found is not None:
-        return found
     if there and not compat.devices.shares_host_memory(there[0].type):
-        warn_once(
-            log,
-            "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. Give "
-            "the budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
-            there[0].type,
-        )
+        try:
+            return _memory_of(there[0], held_bytes)
+        except RuntimeError:
+            warn_once(
+                log,
+                "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. "
+                "Give the budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
+                there[0].type,
+            )
     import psutil
 
     memory = psutil.virtual_memory()
@@ -79,20 +79,16 @@ def spare_bytes(devices: Iterable[torch.device]) -> int | None:
     there = compat.devices.accelerators(devices)
     if all(compat.devices.shares_host_memory(device.type) for device in there):
         return device_memory(0, there).available_bytes // 2
-    memories = {device: _memory_of(device, 0) for device in there}
-    if None in memories.values() or not all(map(keeps_statistics, there)):
-        return None
-    return min(memory.available_bytes - allocator_of(of).highest_bytes for of, memory in memories.items() if memory)
-
-
-def _memory_of(device: torch.device, held_bytes: int) -> DeviceMemory | None:
-    """Return the memory of an accelerator; None if it is the machine's memory, or if it is not reported."""
-    if compat.devices.shares_host_memory(device.type):
-        return None
     try:
-        free, total = compat.devices.memory_info(device)
-    except RuntimeError:  # torch has the function, but not for this device
+        left = [_memory_of(device).available_bytes - _highest_bytes(device) for device in there]
+    except RuntimeError:
         return None
+    return min(left)
+
+
+def _memory_of(device: torch.device, held_bytes: int = 0) -> DeviceMemory:
+    """Read the memory of an accelerator. Raises RuntimeError if torch does not tell it for this device."""
+    free, total = compat.devices.memory_info(device)
     with contextlib.suppress(RuntimeError):  # an allocator without statistics
         held_bytes = compat.devices.allocator_bytes(device).reserved
     return DeviceMemory(total, free + held_bytes)
@@ -112,11 +108,15 @@ def _container_memory() -> tuple[int, int]:
 
 # --- peaks ------------------------------------------------------------------------------------------------------------
 
+_meters: weakref.WeakSet[PeakMeter] = weakref.WeakSet()
+_highest: collections.Counter[torch.device] = collections.Counter()
+"""Device -> the highest peak that its allocator had when it was reset."""
+
 
 def keeps_statistics(device: torch.device) -> bool:
     """Whether the allocator of an accelerator reports its peaks. Warns once if it does not."""
     try:
-        allocator_of(device).restart()
+        _restart(device)
     except RuntimeError as error:  # torch does not tell in advance
         warn_once(
             log,
@@ -129,55 +129,29 @@ def keeps_statistics(device: torch.device) -> bool:
     return True
 
 
-class Allocator:
-    """The allocator of one device, which has one peak for all readers. Only this class resets it."""
+def _restart(device: torch.device) -> int:
+    """Begin a new peak of a device's allocator, and return the bytes in use. Only this resets allocators.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.highest_bytes = 0
-        """The highest peak that was read so far."""
-        self._peaks: weakref.WeakKeyDictionary[PeakMeter, int] = weakref.WeakKeyDictionary()
-        """For each meter, the peak of its window before the allocator's peak was last reset."""
-
-    def read(self) -> compat.devices.AllocatorBytes:
-        """Read the statistics. Raises RuntimeError if the allocator keeps none."""
-        found = compat.devices.allocator_bytes(self.device)
-        self.highest_bytes = max(self.highest_bytes, found.peak)
-        return found
-
-    def peak_of(self, meter: PeakMeter) -> int:
-        """Return the peak of a meter's window."""
-        return max(self._peaks.get(meter, 0), self.read().peak)
-
-    def restart(self, meter: PeakMeter | None = None) -> tuple[int, int]:
-        """Return (bytes in use, peak of a meter's window), and start a new window of this meter.
-
-        Raises RuntimeError if the allocator keeps no statistics.
-        """
-        found = self.read()
-        compat.devices.reset_peak(self.device)
-        for other, peak in list(self._peaks.items()):
-            self._peaks[other] = max(peak, found.peak)
-        if meter is None:
-            return found.current, found.peak
-        peak, self._peaks[meter] = max(found.peak, self._peaks.get(meter, 0)), 0
-        return found.current, peak
+    Raises RuntimeError if the allocator keeps no statistics.
+    """
+    statistics = compat.devices.allocator_bytes(device)
+    compat.devices.reset_peak(device)
+    for peaks in (_highest, *(meter.peaks for meter in _meters)):
+        peaks[device] = max(peaks[device], statistics.peak)
+    return statistics.current
 
 
-@functools.cache
-def allocator_of(device: torch.device) -> Allocator:
-    """Return the allocator of a device."""
-    return Allocator(device)
+def _highest_bytes(device: torch.device) -> int:
+    """Return the highest peak so far. Raises RuntimeError if the allocator keeps no statistics."""
+    _restart(device)
+    return _highest[device]
 
 
 class PeakMeter(Reader):
-    """The `Reader` of the allocators of accelerators; and the largest memory use of some devices since `reset`.
+    """The `Reader` of the allocators of accelerators, and the peak of a process on a CPU.
 
     Unknown figures are None, never 0. Reading allocators does not wait; each boundary of a step costs one read of the
-    statistics and one reset of the peak per device. Several devices are added up. On a CPU under Linux,
-    `peak_bytes` is the kernel's own peak of the process's resident size: `VmHWM` in /proc/self/status. Writing 5 to
-    /proc/self/clear_refs resets it (`man 5 proc_pid_clear_refs`). If the kernel does not allow that, as in some
-    containers, the peak is that since the process began.
+    statistics and one reset of the peak per device. Several devices are added up.
 
     Args:
         devices: the devices of a model.
@@ -185,36 +159,29 @@ class PeakMeter(Reader):
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         there = compat.devices.accelerators(devices)
-        self._allocators = [allocator_of(device) for device in there] if all(map(keeps_statistics, there)) else []
-        self._is_resident = not there and _STATUS.exists()
-        place = there[0].type if there else sys.platform
-        self.source = f"{place} allocator" if self._allocators else f"unknown ({place} reports no peak)"
-        """Where the figures come from, in words."""
-        if not self.reset():
-            self.source = "process resident size, kernel peak since the process began"
-        elif self._is_resident:
-            self.source = "process resident size, kernel peak"
-
-    def reset(self) -> bool:
-        """Start a new window: forget the peak so far. Returns False if the kernel does not allow that."""
-        self.read()
-        try:
-            return not self._is_resident or _CLEAR_REFS.write_text("5") > 0
-        except OSError:
-            return False
+        self._is_on_cpu = not there
+        self._devices = there if all(map(keeps_statistics, there)) else []
+        self.peaks: collections.Counter[torch.device] = collections.Counter()
+        """Device -> the highest peak of this window at which its allocator was reset."""
+        _meters.add(self)
 
     def read(self) -> tuple[int, int]:
         """Return (bytes in use, peak of this window) of the accelerators, and start a new window."""
-        read = [allocator.restart(self) for allocator in self._allocators]
-        return sum(current for current, _ in read), sum(peak for _, peak in read)
+        current = sum(map(_restart, self._devices))
+        peak = sum(self.peaks[device] for device in self._devices)
+        self.peaks.clear()
+        return current, peak
 
-    def peak_bytes(self) -> int | None:
-        """Return the peak of this window, in bytes."""
-        if self._is_resident:
-            lines = (line.split() for line in _STATUS.read_text().splitlines())
-            return next((int(words[1]) * 1024 for words in lines if words[:1] == ["VmHWM:"]), None)
-        return sum(allocator.peak_of(self) for allocator in self._allocators) if self._allocators else None
+    def read_peak(self) -> int | None:
+        """Return the peak of this window, in bytes, and start a new window.
+
+        On a CPU under Linux, it is the largest resident size since the process began: see `man 5 proc_pid_status`.
+        """
+        if not self._is_on_cpu:
+            return self.read()[1] or None
+        resident = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
+        return None if resident is None else 1024 * int(resident[1])
 
     def reserved_bytes(self) -> int | None:
         """Return the peak of the allocators' reserved memory, in bytes; None without an allocator."""
-        return sum(allocator.read().reserved_peak for allocator in self._allocators) if self._allocators else None
+        return sum(compat.devices.allocator_bytes(device).reserved_peak for device in self._devices) or None

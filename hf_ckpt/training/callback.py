@@ -11,7 +11,6 @@ saving. Only mismatches are counted from the start.
 | `memory/reserved_gib` | GiB | the most that the allocator reserved on the device; on accelerators only |
 | `memory/predicted_gib` | GiB | the largest predicted peak of the plans in the window; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
-| `time/tokens_per_s` | 1/s | tokens in `input_ids` of all ranks |
 | `ckpt/mismatch` | checks | checks so far that found a block whose backward did not get what its forward saved |
 """
 
@@ -25,9 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
@@ -37,12 +34,11 @@ from hf_ckpt.attach.hooks import remind
 from hf_ckpt.attach.record import FUNCTION, IN_GRAPH, Installation, installation, is_on
 from hf_ckpt.errors import NoBlocksError, PlanLostError, SpecError
 from hf_ckpt.logs import tell, warn_once
-from hf_ckpt.measure.clocks import TrainingClock
+from hf_ckpt.measure.clocks import DeviceClock
 from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.reading import READERS
-from hf_ckpt.training.watch import Watch
 from hf_ckpt.units import to_gib
 
 log = logging.getLogger(__name__)
@@ -54,8 +50,8 @@ Metrics = dict[str, float | None]
 """Key of the table above -> its value, or None if it is unknown."""
 Ways = Mapping[str, Callable[[list[float]], float]]
 """Key -> how to combine several values of it into one. Those of other keys are combined by `max`."""
-OVER_RANKS: Ways = {"tokens": sum, "ckpt/mismatch": sum}
-OVER_WINDOWS: Ways = {"time/step_s": statistics.median, "time/tokens_per_s": statistics.median}
+OVER_RANKS: Ways = {"ckpt/mismatch": sum}
+OVER_WINDOWS: Ways = {"time/step_s": statistics.median}
 
 
 class MemoryTimeCallback(TrainerCallback):
@@ -67,54 +63,16 @@ class MemoryTimeCallback(TrainerCallback):
     also appended to `hf_ckpt_metrics.jsonl` in the output folder. At the first step, the callback checks that all
     planned blocks are still checkpointed.
 
-    Args:
-        check_every: for a model that hf_ckpt does not checkpoint (transformers itself does, for example): in every n-th
-            training forward, check whether the backward of one block gets what its forward saved. Blocks take turns. 0
-            checks nothing. Under a plan of hf_ckpt, the spec's `check_every` applies instead.
-        on_mismatch: what happens if such a check finds a difference: `warn`, or `raise` to stop the run before the
-            optimizer steps.
-
     Raises `PlanLostError` at the first step if other code has removed the plan from a block.
     """
-
-    def __init__(self, *, check_every: int = 100, on_mismatch: str = "warn") -> None:
-        self.check_every = check_every
-        self.on_mismatch = on_mismatch
-        self._hook: RemovableHandle | None = None
-        """Removes the forward pre-hook from the model of the training."""
-        self._forget()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model has a copy of its hooks, and with these one of the callback, which needs only its options.
-        return MemoryTimeCallback, (), {"check_every": self.check_every, "on_mismatch": self.on_mismatch}
-
-    def _forget(self) -> None:
-        """Remove the hook of the last training and forget its figures."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._training = 0
-        """The number of the running call of `Trainer.train`; 0 outside of one."""
-        self._watch: Watch | None = None
-        """Checks a model that hf_ckpt does not checkpoint; None checks nothing."""
-        self._clock = TrainingClock()
-        self._meter = PeakMeter(())
-        self._windows: list[Metrics] = []
-        self._begin_window()
-
-    def _begin_window(self) -> None:
-        self._window: Metrics = {}
-        """The memory that this rank used in the window, as far as the meter was read."""
-        self._tokens = 0
-        """Tokens of this rank in the window."""
 
     # --- events, which the Trainer calls ---
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Say who checkpoints, choose a memory meter, hook the model, and write the first row of the metrics file.
+        """Say who checkpoints, choose a clock and a memory meter, and write the first row of the metrics file.
 
         Raises `SpecError` for options of hf_ckpt in the arguments of a model that it is not installed on.
         """
-        self._forget()
         handler = compat.transformers.running(CallbackHandler)
         assert handler is not None  # it calls this
         # After the Trainer's flow, which decides about logging, and before the reporters, which read what this adds.
@@ -127,29 +85,29 @@ class MemoryTimeCallback(TrainerCallback):
             if record is None:
                 _refuse_options_without_hf_ckpt(args)
             tell("hf_ckpt: %s: %s", blocks.model, _who_checkpoints(blocks, record))
-            if record is None and self.check_every:  # otherwise the record has its own
-                self._watch = Watch(self.check_every, self.on_mismatch)
-        devices = compat.distributed.devices_of_model(model)
-        self._clock = TrainingClock(devices)
-        self._meter = PeakMeter(devices)
-        self._training = compat.frames.running_call("train")
-        self._hook = model.register_forward_pre_hook(self._see_forward, with_kwargs=True)
         if record is not None:
             remind(base_model(model), record)
-        self._write(args, state, "start", memory_source=self._meter.source, world_size=args.world_size)
+        devices = compat.distributed.devices_of_model(model)
+        self._clock = DeviceClock(devices)
+        self._meter = PeakMeter(devices)
+        self._since: Any = None
+        """The time up to which the window has counted, by the clock; None while no time is counted."""
+        self._windows: list[Metrics] = []
+        self._begin_window()
+        self._write(args, state, "start", world_size=args.world_size)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """If the clock is paused, as at the first step, check the plan and start the clock.
+        """If no time is counted, as before the first step, check the plan and begin to count.
 
         Raises `PlanLostError` if a planned block has lost its checkpointing function.
         """
-        if self._clock.running_since is not None:
+        if self._since is not None:
             return
         lost = () if _record(kwargs["model"]) is None else lost_blocks(kwargs["model"])
         if lost:
             raise PlanLostError(lost)
-        self._meter.reset()
-        self._clock.resume()
+        self._meter.read()
+        self._since = self._clock.stamp()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the predicted peak of the plan that ran, and warn if torch.compile prevents a part of it."""
@@ -160,9 +118,8 @@ class MemoryTimeCallback(TrainerCallback):
         if saw_no_forward or record.heads.last == IN_GRAPH or record.compiled_by_others():
             warn_once(
                 log,
-                "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or its head in a "
-                "graph: see hf_ckpt.describe(model). Leave `torch_compile` (or accelerate's dynamo settings) out; "
-                '`compile: "blocks"` compiles the blocks.',
+                "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or head in a graph: "
+                'leave `torch_compile` (or dynamo in accelerate) out, or compile the blocks by `compile: "blocks"`.',
             )
         prediction = record.plan.prediction
         if prediction is not None and not record.measuring:
@@ -170,15 +127,15 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and look at the plan that ran."""
-        self._clock.steps += 1
+        self._steps += 1
         self.on_substep_end(args, state, control, **kwargs)
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Pause the clock if evaluation or saving follows without a log before it."""
+        """Stop counting if evaluation or saving follows without a log before it."""
         # The Trainer logs a step only once: if the last step was logged already, no log follows.
-        if not control.should_log or not self._clock.steps:
+        if not control.should_log or not self._steps:
             self._pause_for_others(control)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -197,38 +154,33 @@ class MemoryTimeCallback(TrainerCallback):
         self._write(args, state, "log", **metrics)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the summary of the run, including steps since the last log, and remove the hook."""
+        """Write the summary of the run, including steps since the last log."""
         self._take_window(kwargs["model"])
         self._write(args, state, "end", **_combined(self._windows, OVER_WINDOWS))
-        self._forget()
 
     # --- what the events do ---
 
-    def _see_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: count the tokens of training forwards, and notify the watch of them."""
-        if compat.torch.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return
-        if not compat.frames.is_running(self._training):  # an error has ended it, for which the Trainer has no event
-            self._forget()
-            return
-        if self._watch is not None and not compat.torch.is_replica(model):
-            self._watch.on_forward(base_model(model), None, model)
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(ids, torch.Tensor):
-            self._tokens += ids.numel()
+    def _begin_window(self) -> None:
+        self._window: Metrics = {}
+        """The memory that this rank used in the window, as far as the meter was read."""
+        self._steps = 0
+        self._nanoseconds = 0
+        """Time of the steps of the window, without evaluation and saving."""
 
     def _pause_for_others(self, control: TrainerControl) -> None:
         """If evaluation, saving or the end follows, exclude its time and memory from the window."""
         others = control.should_evaluate or control.should_save or control.should_training_stop
-        if others and self._clock.running_since is not None:
-            self._read_meter()
-            self._clock.pause()
+        if others and self._since is not None:
+            self._read()
+            self._since = None
 
-    def _read_meter(self) -> None:
-        """Raise the peaks of the window to those of the meter."""
-        peak = to_gib(self._meter.peak_bytes())
-        reserved = to_gib(self._meter.reserved_bytes())
-        self._add({"memory/peak_gib": peak, "memory/reserved_gib": reserved})
+    def _read(self) -> None:
+        """Add the time and the memory since the last call to the window. Waits for the devices."""
+        now = self._clock.stamp()
+        self._nanoseconds += self._clock.between(self._since, now)
+        self._since = now
+        reserved = to_gib(self._meter.reserved_bytes())  # before its peak begins anew
+        self._add({"memory/peak_gib": to_gib(self._meter.read_peak()), "memory/reserved_gib": reserved})
 
     def _add(self, figures: Metrics) -> None:
         """Combine the figures of the window with further ones."""
@@ -236,23 +188,17 @@ class MemoryTimeCallback(TrainerCallback):
 
     def _take_window(self, model: nn.Module) -> Metrics | None:
         """Return the figures of the window over all ranks, or None if it has no step, and begin a new window."""
-        seconds, steps = self._clock.take()
-        if not steps:  # on all ranks
+        if not self._steps:  # on all ranks
             return None
-        if self._clock.running_since is not None:
-            self._read_meter()
+        if self._since is not None:
+            self._read()
         record = _record(model)
-        watch = self._watch if record is None else record.watch
+        watch = None if record is None else record.watch
         if watch is not None and watch.report().checks:
             self._add({"ckpt/mismatch": len(watch.differences)})
-        self._add({"time/step_s": seconds / steps, "tokens": self._tokens or None})
+        self._add({"time/step_s": self._nanoseconds / 1e9 / self._steps})
         metrics = _combined(compat.distributed.of_all_ranks(self._window), OVER_RANKS)
         self._begin_window()
-        self._meter.reset()
-        step_seconds = metrics["time/step_s"]
-        assert step_seconds is not None
-        tokens = metrics.pop("tokens")
-        metrics["time/tokens_per_s"] = None if tokens is None else tokens / steps / step_seconds
         self._windows.append(metrics)
         return metrics
 

@@ -18,7 +18,6 @@ import copy
 import functools
 import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,7 +33,6 @@ from hf_ckpt.errors import HfCkptError, OutOfPlansError
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.training.install import install_one
-from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +47,8 @@ class OomGuard:
         loss = guard(forward_and_backward, batch)  # runs forward_and_backward(batch), with retries
 
     The guard starts with the plan of `hf_ckpt.install`, or without one. After each failure, it makes the next of these
-    changes, for the rest of the training: a smaller budget (under `budget` or `auto`), `selective`, `full`, the head in
-    chunks, and hidden states in host memory.
+    changes, for the rest of the training: `selective`, `full`, the head in chunks, and hidden states in host memory.
+    Under `budget` and `auto`, it begins with the plan that ran, and the run no longer measures.
 
     It works in a single process. With several ranks, or under FSDP or DeepSpeed, use `policy: budget`.
 
@@ -61,8 +59,7 @@ class OomGuard:
 
     Raises:
         NoBlocksError: the model has no blocks.
-        HfCkptError: there are several ranks, or the model is wrapped by FSDP or DeepSpeed. If it is wrapped later, the
-            first step raises.
+        HfCkptError: in the first step, if there are several ranks, or the model is wrapped by FSDP or DeepSpeed.
     """
 
     def __init__(self, model: nn.Module, *, exact: bool = False, also: Iterable[nn.Parameter] = ()) -> None:
@@ -84,7 +81,6 @@ class OomGuard:
         """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
         self._earlier = False
         """Whether there were gradients before the first micro-step, which cannot be computed again."""
-        self._refuse_ranks()
         record = installation(model)
         if record is not None and record.waits:  # on purpose, until memory runs out
             record.remove_hooks()
@@ -120,24 +116,20 @@ class OomGuard:
     def _begin(self) -> _State:
         """Begin a new optimizer step: forget earlier micro-steps, and find the parameters that are trained now.
 
-        Returns the state of their gradients.
+        Returns the state of their gradients. Raises `HfCkptError` if other ranks would wait for a rank that retries.
         """
-        self._refuse_ranks()  # the model may have been wrapped or sharded since
-        self._steps.clear()
-        parameters = dict.fromkeys((*self.model.parameters(), *self.also))
-        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        gradients = _state_of(parameter.grad for parameter in self._trained)
-        self._earlier = any(number for number, _ in gradients)
-        return gradients
-
-    def _refuse_ranks(self) -> None:
-        """Raise `HfCkptError` if other ranks would wait for a rank that retries a step."""
         if compat.distributed.ranks() > 1 or compat.distributed.steps_in_lockstep(self.model):
             raise HfCkptError(
                 "OomGuard works in a single process only, without FSDP and DeepSpeed: ranks wait for each other inside "
                 "a step, so that one that runs out of memory cannot run it again. Use `policy: budget`, which plans "
                 "before memory runs out."
             )
+        self._steps.clear()
+        parameters = dict.fromkeys((*self.model.parameters(), *self.also))
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        gradients = _state_of(parameter.grad for parameter in self._trained)
+        self._earlier = any(number for number, _ in gradients)
+        return gradients
 
     def _run(self) -> Any:
         """Run the last micro-step until it succeeds. After a failure, all since the last optimizer step run again."""
@@ -151,23 +143,36 @@ class OomGuard:
                         before.restore()
                     result = run()
                 return result
-            except Exception as raised:
-                if isinstance(raised, OutOfPlansError) or not compat.devices.is_out_of_memory(raised):
+            except Exception as error:
+                if isinstance(error, OutOfPlansError) or not compat.devices.is_out_of_memory(error):
                     raise
-                trace = "".join(traceback.format_exception(raised))
-                error = _without_frames(raised)
-            compat.devices.release_memory()
-            self.attempts += 1
-            reason = str(error).partition("\n")[0].strip()
-            try:
-                self._drop_gradients(weights)
-                self._tighten(reason)
-            except HfCkptError as refused:
-                log.error("hf_ckpt: out of memory for the last time:\n%s", trace)
-                self._steps.clear()
-                raise OutOfPlansError(f"{reason} hf_ckpt: {refused}") from error
+                self._prepare_retry(error, weights)
+            compat.devices.release_memory()  # the frames of the error, which hold what the step saved, are gone now
             pending = self._steps
             is_retry = True
+
+    def _prepare_retry(self, error: Exception, weights: _State) -> None:
+        """Remove the gradients of a failed attempt, and enable the next plan that needs less memory.
+
+        Raises `OutOfPlansError` if there is none, or if the step cannot be retried; see `_drop_gradients`.
+        """
+        self.attempts += 1
+        reason = str(error).partition("\n")[0].strip()
+        try:
+            self._drop_gradients(weights)
+            change = tighten(self.model, exact=self.exact)
+            if change is None:
+                tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
+                raise HfCkptError(
+                    f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
+                    "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
+                )
+        except HfCkptError as refused:
+            self._steps.clear()
+            raise OutOfPlansError(f"{reason} hf_ckpt: {refused}") from error
+        self.taken.append(change)
+        plan = describe(self.model).plan
+        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", reason, change, plan)
 
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
@@ -185,27 +190,13 @@ class OomGuard:
         for parameter in self._trained:
             parameter.grad = None
 
-    def _tighten(self, reason: str) -> None:
-        """Enable the next plan that needs less memory. Raises `HfCkptError` if there is none."""
-        change = tighten(self.model, exact=self.exact)
-        if change is None:
-            tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
-            raise HfCkptError(
-                f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
-                "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
-            )
-        self.taken.append(change)
-        plan = describe(self.model).plan
-        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", reason, change, plan)
-
 
 def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
     return tuple((0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors)
 
 
 class OomGuardMixin:
-    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`, and evaluates in smaller batches if memory
-    runs out there."""
+    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`."""
 
     oom_guard: OomGuard | None = None
     """The guard; None until the first training step."""
@@ -213,26 +204,6 @@ class OomGuardMixin:
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own `training_step` under the guard, and return its loss."""
         return guarded_training_step(self, super().training_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's own `evaluate`. If it runs out of memory, do so again with half the batch, from then on.
-
-        Not with `batch_eval_metrics`: `compute_metrics` may have counted some batches already.
-        """
-        settings: Any = self.args  # type: ignore[attr-defined]
-        while True:
-            try:
-                return super().evaluate(*args, **kwargs)  # type: ignore[misc]
-            except Exception as raised:
-                size = settings.per_device_eval_batch_size // 2
-                can_retry = size > 0 and settings.world_size == 1 and not settings.batch_eval_metrics
-                if not can_retry or not compat.devices.is_out_of_memory(raised):
-                    raise
-                _without_frames(raised)
-            compat.devices.release_memory()
-            compat.transformers.forget_evaluation_loaders(self)
-            settings.per_device_eval_batch_size = size
-            log.warning("hf_ckpt: out of memory in evaluation, which begins again with batches of %d rows.", size)
 
 
 def guarded_training_step(
@@ -260,9 +231,9 @@ def guarded_training_step(
 def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     """Enable the next plan that needs less memory, between two attempts at a step.
 
-    A plan that is installed but not enabled comes first, then smaller budgets under `budget` and `auto`, then the plans
-    of `tighter_plan`. On a model without a plan, `selective` comes first, or what follows `full` if transformers' own
-    checkpointing is enabled. From then on the watch checks nothing, because there is no room.
+    A plan that is installed but not enabled comes first, then the plans of `tighter_plan`. On a model without a plan,
+    `selective` comes first, or what follows `full` if transformers' own checkpointing is enabled. From then on the
+    watch checks nothing, because there is no room.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.
@@ -280,9 +251,6 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     if not record.enabled and (record.plan.active() or record.plan.head != "full"):
         put_on(blocks, record)
         return f"the installed plan (`{record.spec.policy}`)"
-    session = record.session
-    if session is not None and record.planned is not None and session.lower(record.planned):
-        return f"a plan for {format_bytes(session.limit_bytes)}"
     head = None if exact else vocabulary_head(base)
     chunks = head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base)
     has_host_memory = lane_of(next(base.parameters()).device) is not None
@@ -293,12 +261,3 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     adopt(blocks, record, spec_of(plan, record.spec), plan)
     put_on(blocks, record)
     return change
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """Return the error without tracebacks: their frames hold the activations of the step."""
-    chain: list[BaseException] = [error]
-    for seen in chain:
-        seen.__traceback__ = None
-        chain += [other for other in (seen.__cause__, seen.__context__) if other is not None and other not in chain]
-    return error

@@ -229,8 +229,6 @@ class Session:
         """Whether an optimizer has stepped for the first time since the last batch."""
         self._state_bytes = 0
         """Bytes of the optimizers' state when such an optimizer was last seen."""
-        self._may_try = True
-        """Whether actions may be tried: not once a step has run out of memory."""
         self.measured_steps = 0
         self.entered: Entered | None = None
         """The plans that race, or that have raced."""
@@ -319,14 +317,7 @@ class Session:
             self._drop()
             self._failed()
             return
-        boundaries = self.recorder.boundaries
-        loss = getattr(output, "loss", None)
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            # An autocast around the forward has ended by then.
-            loss.register_hook(lambda gradient: boundaries.mark("returned"))  # type: ignore[no-untyped-call]
-        else:
-            boundaries.mark("returned")
-        boundaries.finish()
+        self.recorder.boundaries.finish(output)
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
@@ -336,21 +327,6 @@ class Session:
         if self._forget_optimizers is not None:
             self._forget_optimizers()
             self._forget_optimizers = None
-
-    def lower(self, planned: Planned) -> bool:
-        """After a step has run out of memory: try no more actions, and plan for a tenth less than its plan needs.
-
-        Returns whether that makes another plan.
-        """
-        self._drop()
-        is_least = planned.over or (self._is_uniform(planned.plan, self._least) and not planned.tries)
-        makes_another = not is_least and (self._may_try or bool(self.plans))
-        self._may_try = False
-        prediction = planned.plan.prediction
-        used = self.limit_bytes if prediction is None else prediction.peak_bytes
-        self.limit_bytes = min(self.limit_bytes, round(0.9 * used))
-        self.plans.clear()
-        return makes_another
 
     # --- the phases ---
 
@@ -380,14 +356,13 @@ class Session:
             return self._trying(batch, Phase.MEASURE, actions, tries)
         # If even `full` needs more than the limit, for the optimizer's step, a step may need as much.
         limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
-        may_time = self._may_try and self.known.timed < TIMED_STEPS
-        timed = self.known.to_time(batch, limit) if may_time else {}
+        timed = self.known.to_time(batch, limit) if self.known.timed < TIMED_STEPS else {}
         known = dataclasses.replace(known, has_times=not timed)
         if phase_of(known) is Phase.TIME:
             return self._trying(batch, Phase.TIME, timed)
         self.entered = self._enter(batch)
-        may_race = self._may_try and not (self._settled and compat.distributed.is_distributed())
-        entrant = self.race.next(self.entered.entrants) if may_race else None
+        ranks_wait = not self._settled or not compat.distributed.is_distributed()
+        entrant = self.race.next(self.entered.entrants) if ranks_wait else None
         known = dataclasses.replace(known, has_raced=entrant is None)
         if entrant is not None and phase_of(known) is Phase.RACE:
             return Planned(batch, self.limit_bytes, entrant.plan, phase=Phase.RACE, held=self.plans)
@@ -397,16 +372,13 @@ class Session:
         """Return what recomputations try next, and what blocks try in their forward; both empty if nothing is left.
 
         The first step of a batch is always measured. Compiled blocks are not recomputed as a whole; nor can a
-        recomputation under ZeRO-3 go on to its end, because it would release the weights that backward needs. Once
-        memory has run out, nothing is tried.
+        recomputation under ZeRO-3 go on to its end, because it would release the weights that backward needs.
         """
         reference = self.known.reference(batch)
         in_forward = self._least == COMPILED or self._together
         if reference is None:
             nothing = dict.fromkeys(self.known.blocks, Tries())
-            return (nothing if in_forward or not self._may_try else self.known.to_show(batch) or nothing), {}
-        if not self._may_try:
-            return {}, {}
+            return (nothing if in_forward else self.known.to_show(batch) or nothing), {}
         if in_forward:
             limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
             return {}, self.known.to_run(batch, limit)

@@ -55,7 +55,9 @@ class Verification:
         return not self.problems
 
     def __str__(self) -> str:
-        return "\n".join([f"loss: {self.loss}", f"gradients: {self.gradients}", *self.problems])
+        recomputed = f"{sum(self.recomputed.values())} recomputations of {len(self.recomputed)} blocks"
+        plan = f"plan: {self.plan.summary()}; {recomputed}"
+        return "\n".join([plan, f"loss: {self.loss}", f"gradients: {self.gradients}", *self.problems])
 
 
 def verify(

@@ -16,12 +16,11 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import put_check
-from hf_ckpt.attach.record import FUNCTION, Installation, is_on
+from hf_ckpt.attach.record import Installation
 from hf_ckpt.engines.check import CAUSES, Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.memory import spare_bytes
-from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.spec.description import Watched
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Watch:
         on_mismatch: `warn`, or `raise` to raise `MismatchError` in the wrong backward.
     """
 
-    def __init__(self, check_every: int, on_mismatch: str = "warn") -> None:
+    def __init__(self, check_every: int, on_mismatch: str) -> None:
         self.check_every = check_every
         self.on_mismatch = on_mismatch
         self.differences: list[Difference] = []
@@ -57,28 +56,30 @@ class Watch:
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
 
-    def on_forward(self, base: nn.Module, record: Installation | None, running: nn.Module | None = None) -> None:
+    def on_forward(self, base: nn.Module, record: Installation, running: nn.Module) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
 
         Args:
             base: the model, plain.
-            running: the module whose forward begins, if it is not the model. Compiled modules in it may hold blocks.
-            record: the record of hf_ckpt on the model; None if something else checkpoints it.
+            record: the record on it.
+            running: the module whose forward begins. Compiled modules in it may hold blocks.
         """
         self.stop()
-        if record is not None and record.planned is not None and record.planned.measures:
+        if record.planned is not None and record.planned.measures:
             return
         self._forwards += 1
-        if record is not None and record.session is not None and record.session.recorder is not None:
+        if record.session is not None and record.session.recorder is not None:
             return  # a check would disturb it
         if self._forwards < self._next or compat.devices.is_capturing():
             return  # a check waits for the device, which a captured graph does not allow
-        blocks = self._blocks(base, record, running or base)
+        blocks = self._blocks(record, running)
         devices = compat.distributed.devices_of_model(base)
-        room = _room_bytes(record)
-        if room is None:
-            if self._forwards == 1 and compat.devices.accelerators(devices):
-                return  # the first step shows what is left
+        room: int | None
+        if record.planned is not None:
+            room = _room_bytes(record.planned)
+        elif self._forwards == 1 and compat.devices.accelerators(devices):
+            return  # the first step shows what is left
+        else:
             room = spare_bytes(devices)
         self._next = self._forwards + self.check_every
         if not blocks:
@@ -97,22 +98,17 @@ class Watch:
         check = put_check(module, name, room_bytes=room, whole=whole, done=self._has_ended)
         self._check = weakref.ref(check)
 
-    def _blocks(self, base: nn.Module, record: Installation | None, running: nn.Module) -> list[tuple[str, nn.Module]]:
+    def _blocks(self, record: Installation, running: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, block) for the blocks that can be checked, in order."""
-        if record is None:
-            modules = find_blocks(base).modules
-            names = [name for name in modules if is_on(modules[name]) and getattr(modules[name], FUNCTION, None)]
-        else:
-            modules = record.blocks
-            regions = record.regions
-            names = [name for name in modules if name in regions and not regions[name].compiles_block]
-            if any(region.compiles_block for region in regions.values()):
-                self._not_checked["compiled blocks"] = "a graph hides what its backward gets; use `hf_ckpt.verify`"
-            elif not regions:
-                self._not_checked["blocks under `keep`"] = "their backward uses what autograd saved"
+        regions = record.regions
+        names = [name for name in record.blocks if name in regions and not regions[name].compiles_block]
+        if any(region.compiles_block for region in regions.values()):
+            self._not_checked["compiled blocks"] = "a graph hides what its backward gets; use `hf_ckpt.verify`"
+        elif not regions:
+            self._not_checked["blocks under `keep`"] = "their backward uses what autograd saved"
         graphs = [module for module in running.modules() if compat.compiler.is_compiled(module)]
         compiled = {inner for module in graphs for inner in module.modules()}
-        blocks = [(name, modules[name]) for name in names if modules[name] not in compiled]
+        blocks = [(name, record.blocks[name]) for name in names if record.blocks[name] not in compiled]
         if len(blocks) < len(names):
             self._not_checked["blocks that something else compiles"] = "torch would compile one once more to check it"
         return blocks
@@ -159,11 +155,6 @@ class Watch:
         return Watched(self._checks, self._compared, differences, updated, dict(self._not_checked))
 
 
-def _room_bytes(record: Installation | None) -> int | None:
-    """Return the bytes that the plan of a budget leaves to a check; None without a budget."""
-    planned: Any = None if record is None else record.planned
-    if planned is None:
-        return None
-    prediction = planned.plan.prediction
-    peak: int = max(planned.measured_bytes or 0, 0 if prediction is None else prediction.peak_bytes)
-    return int(planned.limit_bytes - peak) if peak else None
+def _room_bytes(planned: Any) -> int:
+    """Return the bytes of a budget that its plan leaves to a check."""
+    return int(planned.limit_bytes - max(planned.measured_bytes or 0, planned.plan.prediction.peak_bytes))

@@ -160,7 +160,6 @@ def test_the_callback_reads_the_model_s_own_device(where, tmp_path, monkeypatch)
         assert peaks[0] > 10**6
         assert rows[0]["memory/reserved_gib"] > 0
     else:
-        assert "resident size" in metrics(tmp_path, "start")[0]["memory_source"]
         assert min(peaks) > 10**7
     assert elsewhere.sum() == 0
 

@@ -1,5 +1,6 @@
 """Meters and clocks, on the CPU and on simulated accelerators."""
 
+import collections
 import functools
 import mmap
 import sys
@@ -18,21 +19,16 @@ ON_CPU, FIRST, SECOND = {torch.device("cpu")}, torch.device("cuda", 0), torch.de
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_resident_peak_follows_a_large_block_and_forgets_it():
+def test_the_peak_on_a_cpu_is_the_largest_resident_size_so_far():
     meter = memory.PeakMeter(ON_CPU)
-    meter.reset()
-    before = meter.peak_bytes()
-    # Pages from the kernel: freed tensors may stay with the C allocator.
-    with mmap.mmap(-1, 100 * MIB) as big:
+    before = meter.read_peak()
+    # Pages from the kernel: freed tensors may stay with the C allocator. More than the peak before.
+    with mmap.mmap(-1, before + 100 * MIB) as big:
         for place in range(0, len(big), mmap.PAGESIZE):
             big[place] = 1
-    grown = meter.peak_bytes() - before
-    meter.reset()
-    assert 90 * MIB < grown < 200 * MIB
-    if "since the process began" not in meter.source:  # the kernel lets a process reset its peak
-        assert meter.peak_bytes() - before < 50 * MIB
+    assert 100 * MIB < meter.read_peak() - before < before + 200 * MIB
+    assert meter.read_peak() > before + 100 * MIB
     assert meter.reserved_bytes() is None
-    assert "resident size" in meter.source
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ def cuda(monkeypatch):
         "get_device_name": lambda device: f"Card {device.index}",
     }.items():
         monkeypatch.setattr(torch.cuda, name, functools.partial(report, name, function))
-    monkeypatch.setattr(memory, "allocator_of", functools.cache(memory.Allocator))
+    monkeypatch.setattr(memory, "_highest", collections.Counter())
     monkeypatch.setattr(devices, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     return cards
@@ -67,9 +63,8 @@ def test_everything_is_asked_of_the_devices_of_the_model(cuda):
     """Not of the machine: a model trains on the second device, on both, or on the CPU beside them."""
     meters = [memory.PeakMeter(there) for there in ({SECOND}, {FIRST, SECOND}, ON_CPU)]
     cuda.peaks |= {FIRST: 17, SECOND: 1700}
-    assert [meter.peak_bytes() for meter in meters[:2]] == [1700, 1717]
     assert [meter.reserved_bytes() for meter in meters] == [1100, 2200, None]
-    assert [meter.source.partition(",")[0] for meter in meters] == ["cuda allocator"] * 2 + ["process resident size"]
+    assert [meter.read_peak() for meter in meters[:2]] == [1700, 1717]
     assert memory.device_memory(1, {SECOND}) == memory.DeviceMemory(9000, 6000)
     assert memory.device_memory(1) == memory.DeviceMemory(9000, 6000)
     assert memory.device_memory(0, ON_CPU).total_bytes > 10**8
@@ -88,11 +83,10 @@ def test_a_peak_counts_after_a_meter_has_reset_it(cuda):
     meters = [memory.PeakMeter({SECOND}) for _ in range(2)]
     for meter in meters:
         cuda.peaks[SECOND] = 1700
-        meter.reset()
+        meter.read()
         assert memory.spare_bytes({SECOND}) == 6000 - 1700
-    assert [meter.peak_bytes() for meter in meters] == [1700, 700]
-    meters[0].reset()
-    assert [meter.peak_bytes() for meter in meters] == [700, 700]
+    assert meters[0].read() == (700, 1700)
+    assert [meter.read_peak() for meter in meters] == [700, 700]
 
 
 @pytest.mark.parametrize(("missing", "held"), [("memory_stats_as_nested_dict", 1), ("reset_peak_memory_stats", 1000)])
@@ -102,7 +96,7 @@ def test_an_allocator_without_statistics_ends_nothing(missing, held, cuda, caplo
     assert memory.device_memory(1, {SECOND}) == memory.DeviceMemory(9000, 5000 + held)
     assert memory.spare_bytes(both) is None
     for _ in range(2):
-        assert memory.PeakMeter(both).peak_bytes() is None
+        assert memory.PeakMeter(both).read_peak() is None
         assert type(levels.reader_for(both)) is LiveBytes
     (said,) = [record.getMessage() for record in caplog.records]
     assert f"no peaks (no {missing}" in said
@@ -113,14 +107,14 @@ def test_a_device_that_does_not_tell_its_memory_has_that_of_the_machine(cuda, ca
     for _ in range(2):
         assert memory.device_memory(1, both).total_bytes > 10**8
         assert memory.spare_bytes(both) is None  # not those of the host
-    assert memory.PeakMeter(both).peak_bytes() == 707
+    assert memory.PeakMeter(both).read_peak() == 707
     (said,) = [record.getMessage() for record in caplog.records]
     assert "does not tell the memory" in said
 
 
 def test_an_accelerator_that_tells_nothing_is_unknown():
     meter = memory.PeakMeter({torch.device("mps", 0)})
-    assert (meter.peak_bytes(), meter.source) == (None, "unknown (mps reports no peak)")
+    assert meter.read_peak() is None
     assert type(levels.reader_for({torch.device("mps", 0)})) is LiveBytes
 
 

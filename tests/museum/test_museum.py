@@ -24,12 +24,12 @@ from helpers.adapters import two_adapters, with_lora
 from helpers.custom import LAYERS, custom_loss, custom_model, work
 from helpers.experts import experts
 from helpers.steps import enable, gradients
+from helpers.watching import WatchOfOthers
 from torch import nn
 from torch.nn import functional
 
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.training.watch import Watch
 
 
 def theirs(**faulty_options):
@@ -383,13 +383,13 @@ def run(exhibit, faulty, checkpointed):
     model = exhibit.model(faulty)
     if checkpointed:
         exhibit.checkpoint(model, faulty)
-    base, watch, found = base_model(model), Watch(1), []
+    base, watch, found = base_model(model), WatchOfOthers(), []
     for number in range(len(find_blocks(base).modules)):
         model.zero_grad(set_to_none=True)
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(number)
         if checkpointed:
-            watch.on_forward(base, None)
+            watch.check_next(base)
         with exhibit.around(faulty if checkpointed else None):
             loss = exhibit.loss(model, number)
         change = exhibit.between(model) if faulty and checkpointed else iter(())

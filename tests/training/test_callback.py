@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -48,15 +47,12 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
     for row in rows:
         assert row["memory/peak_gib"] > 0
         assert row["time/step_s"] > 0
-        assert row["time/tokens_per_s"] == pytest.approx(2 * 12 / row["time/step_s"])
-    (start,) = metrics(tmp_path, "start")
-    assert start["memory_source"] == PeakMeter({torch.device("cpu")}).source
     history = [row["memory/peak_gib"] for row in run.state.log_history if "loss" in row]
     assert history == [row["memory/peak_gib"] for row in rows]
     assert "memory/peak_gib" in capsys.readouterr().out  # the Trainer's own console line
     assert sum(hf_ckpt.describe(run.model).recomputed.values()) == 4 * 4
     events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*")))).Reload()
-    for key in ("memory/peak_gib", "time/step_s", "time/tokens_per_s"):
+    for key in ("memory/peak_gib", "time/step_s"):
         logged = [event.value for event in events.Scalars(f"train/{key}")]
         assert logged == pytest.approx([row[key] for row in rows], rel=1e-5), key
     run.model.gradient_checkpointing_disable()
@@ -74,15 +70,33 @@ def test_the_predicted_peak_of_a_budget_is_logged(tmp_path):
 
 
 def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
-    """A device without statistics, and inputs that hooks cannot see, as inside a compiled graph."""
+    """As on a device without statistics."""
     monkeypatch.setattr(callback, "PeakMeter", lambda devices: PeakMeter([torch.device("mps")]))
-    monkeypatch.setattr(compat.torch, "is_compiling", lambda: True)
     run = trainer(tmp_path, max_steps=1)
     run.train()
     (row,) = metrics(tmp_path)
     assert row["memory/peak_gib"] is None
     assert "memory/peak_gib" not in run.state.log_history[0]
-    assert row["time/tokens_per_s"] is None
+
+
+class Meter:
+    """In place of a `PeakMeter`, on a device where a step needs 1 GiB."""
+
+    peak_bytes = 2**30
+
+    def __init__(self, devices):
+        pass
+
+    def read(self):
+        Meter.peak_bytes = 2**30
+
+    def read_peak(self):
+        peak_bytes = Meter.peak_bytes
+        self.read()
+        return peak_bytes
+
+    def reserved_bytes(self):
+        return None
 
 
 class LogAtEpochEnd(transformers.TrainerCallback):
@@ -102,8 +116,9 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
 
     At the end of an epoch whose last step is logged already, only the end of the epoch announces it.
     """
-    real, ahead = time.perf_counter, [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: real() + ahead[0])
+    real, ahead = time.perf_counter_ns, [0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: real() + ahead[0])
+    monkeypatch.setattr(callback, "PeakMeter", Meter)
     epochs = {"max_steps": -1, "num_train_epochs": 2} if by == "epoch" else {"eval_steps": 1, "save_steps": 1}
     run = trainer(tmp_path, evaluate=True, eval_strategy=by, save_strategy=by if by == "steps" else "no", **epochs)
     if by == "epoch":
@@ -111,8 +126,8 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
 
     def slowly(own):
         def run_slowly(*args, **kwargs):
-            ahead[0] += 3600
-            assert torch.ones(60_000_000)[0] == 1  # 229 MiB
+            ahead[0] += 3600 * 10**9
+            Meter.peak_bytes = 9 * 2**30
             return own(*args, **kwargs)
 
         return run_slowly
@@ -123,7 +138,7 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
     rows = metrics(tmp_path)
     assert len(rows) == (4 if by == "steps" else 16)
     assert all(row["time/step_s"] < 1800 for row in rows)
-    assert rows[-1]["memory/peak_gib"] - rows[0]["memory/peak_gib"] < 0.15
+    assert {row["memory/peak_gib"] for row in rows} == {1.0}
 
 
 @pytest.mark.compat
@@ -203,41 +218,38 @@ def test_any_model_is_measured_and_a_short_run_that_logs_nothing_too(tmp_path):
     assert metrics(tmp_path) == []
     (end,) = metrics(tmp_path, "end")
     assert end["memory/peak_gib"] > 0
-    assert end["time/tokens_per_s"] == pytest.approx(2 * 12 / end["time/step_s"])
+    assert end["time/step_s"] > 0
 
 
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
-    """Memory and time are the largest of all ranks; tokens are their sum."""
+    """Memory and time are the largest of all ranks; differences that checks found are their sum."""
     seen: list[dict] = []
 
     def two_ranks(values):
         seen.append(values)
         other = {"memory/peak_gib": values["memory/peak_gib"] * 3, "time/step_s": values["time/step_s"] * 2}
-        return [values, {**values, **other, "tokens": 1000}]
+        return [{**values, "ckpt/mismatch": 1}, {**values, **other, "ckpt/mismatch": 2}]
 
     monkeypatch.setattr(compat.distributed, "of_all_ranks", two_ranks)
     trainer(tmp_path, max_steps=1).train()
     (row,), (first, *_) = metrics(tmp_path), seen
     assert row["memory/peak_gib"] == first["memory/peak_gib"] * 3
     assert row["time/step_s"] == first["time/step_s"] * 2
-    assert row["time/tokens_per_s"] == pytest.approx((2 * 12 + 1000) / row["time/step_s"])
+    assert row["ckpt/mismatch"] == 3
 
 
 @pytest.mark.compat
-def test_a_run_that_raises_leaves_no_hooks_once_the_model_is_used_again(tmp_path):
-    """The Trainer has no event for an error. The traceback is kept, as notebooks do."""
+def test_a_run_that_raises_leaves_no_hooks_on_the_model(tmp_path):
+    """The Trainer has no event for an error."""
     model = tiny_model("llama")
     hooks, expected = hook_count(model), step(model, tiny_batch("llama"))
     raises = model.lm_head.register_forward_hook(lambda *args: 1 / 0)
     run = trainer(tmp_path, model, **OFF)
-    with pytest.raises(ZeroDivisionError) as kept:
+    with pytest.raises(ZeroDivisionError):
         run.train()
     raises.remove()
-    assert kept.tb
-    assert hook_count(model) > hooks
-    assert_same(expected, step(copy.deepcopy(model), tiny_batch("llama")))
-    assert_same(expected, step(model, tiny_batch("llama")))
     assert hook_count(model) == hooks
+    assert_same(expected, step(model, tiny_batch("llama")))
     run.train()
     assert len(metrics(tmp_path)) == 4
 

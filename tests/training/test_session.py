@@ -31,7 +31,6 @@ from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, SELECTIVE
-from hf_ckpt.training.guard import tighten
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import Phase
 from hf_ckpt.training.race import RACE_STEPS
@@ -484,13 +483,6 @@ def test_every_action_is_timed_although_few_blocks_can_keep_much():
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
-
-
-def test_after_a_step_ran_out_of_memory_nothing_more_is_tried():
-    model, _ = trained(2)
-    assert str(tighten(model)).startswith("a plan for ")
-    run(model, [BATCH])
-    assert installation(model).planned.phase is Phase.CHECK
 
 
 def halved(call):

@@ -31,7 +31,9 @@ def test_verify_finds_equal_gradients_and_counts_recomputations(family):
     assert result, result
     assert result.loss == "equal"
     assert int(result.gradients.partition(" of ")[0]) > 30
-    assert list(result.recomputed.values()) == [1] * (4 if family == "t5" else 2)
+    blocks = 4 if family == "t5" else 2
+    assert list(result.recomputed.values()) == [1] * blocks
+    assert f"; {blocks} recomputations of {blocks} blocks" in str(result)
     nothing = hf_ckpt.verify(tiny_model(family), tiny_batch(family), "none")
     assert nothing, nothing
     assert nothing.recomputed == {}

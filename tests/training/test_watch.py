@@ -14,6 +14,7 @@ from helpers.custom import LAYERS as CUSTOM_LAYERS
 from helpers.custom import custom_loss, custom_model, work
 from helpers.steps import assert_frees_everything, assert_same, enable, gradients, planned, step, without_cache
 from helpers.trainers import FLAG, metrics, trainer
+from helpers.watching import WatchOfOthers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,8 +27,6 @@ from hf_ckpt.errors import MismatchError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training import watch as watching
-from hf_ckpt.training.callback import MemoryTimeCallback
-from hf_ckpt.training.watch import Watch
 
 LAYERS = 4
 POLICIES = {
@@ -60,25 +59,17 @@ def test_a_reentrant_recomputation_with_fewer_outputs_is_different():
     assert ["1 tensors instead of 2" in str(difference) for difference in check.differences] == [True]
 
 
-THEIRS = {f"{FLAG}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}
-each_owner = pytest.mark.parametrize("whose", ["ours", "theirs"])
-
-
-def faulty_trainer(folder, monkeypatch, whose, on_mismatch):
-    """A Trainer under faulty checkpointing: rebuilt results lack dropout (ours), or masks are drawn again (theirs)."""
+def faulty_trainer(folder, monkeypatch, on_mismatch):
+    """A Trainer under faulty checkpointing: rebuilt results lack dropout."""
     model = tiny_model("llama", layers=LAYERS, dropout=0.1)
-    callback = MemoryTimeCallback(check_every=1, on_mismatch=on_mismatch)
-    if whose == "theirs":
-        return trainer(folder, model, callbacks=[callback], **THEIRS)
     unpack = masks.unpack
     monkeypatch.setattr(masks, "unpack", lambda *args, **options: torch.ones_like(unpack(*args, **options)))
     hf_ckpt.install(model, {"policy": "selective", "check_every": 1, "on_mismatch": on_mismatch})
-    return trainer(folder, model, callbacks=[callback], **{f"{FLAG}_kwargs": None})
+    return trainer(folder, model, **{f"{FLAG}_kwargs": None})
 
 
-@each_owner
-def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
-    training = faulty_trainer(tmp_path, monkeypatch, whose, "raise")
+def test_an_error_comes_before_the_optimizer(tmp_path, monkeypatch):
+    training = faulty_trainer(tmp_path, monkeypatch, "raise")
     before = {name: value.clone() for name, value in training.model.named_parameters()}
     with pytest.raises(MismatchError, match="and no optimizer has used them yet: in `model") as raised:
         training.train()
@@ -87,9 +78,8 @@ def test_an_error_comes_before_the_optimizer(whose, tmp_path, monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in training.model.named_parameters())
 
 
-@each_owner
-def test_every_difference_is_counted_and_the_first_is_logged(whose, tmp_path, monkeypatch, caplog):
-    training = faulty_trainer(tmp_path, monkeypatch, whose, "warn")
+def test_every_difference_is_counted_and_the_first_is_logged(tmp_path, monkeypatch, caplog):
+    training = faulty_trainer(tmp_path, monkeypatch, "warn")
     training.train()
     assert [row["ckpt/mismatch"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
     assert metrics(tmp_path, "end")[0]["ckpt/mismatch"] == 4
@@ -97,11 +87,11 @@ def test_every_difference_is_counted_and_the_first_is_logged(whose, tmp_path, mo
 
 
 def test_a_run_without_differences_logs_none(tmp_path):
-    trainer(tmp_path / "on", callbacks=[MemoryTimeCallback()]).train()
+    trainer(tmp_path / "on").train()
     logged = [row.get("ckpt/mismatch") for row in metrics(tmp_path / "on")]
     assert logged == [None, None, 0, 0]  # the third forward is the first to be checked
     off = {f"{FLAG}_kwargs": {"policy": "full", "check_every": 0}}
-    trainer(tmp_path / "off", callbacks=[MemoryTimeCallback()], **off).train()
+    trainer(tmp_path / "off", **off).train()
     assert all("ckpt/mismatch" not in row for row in metrics(tmp_path / "off"))
 
 
@@ -130,10 +120,10 @@ WRITES = {
 checkpointing updates once more."""
 
 
-@each_owner
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
 @pytest.mark.parametrize("writes", WRITES, ids=lambda writes: writes.__name__)
 def test_what_blocks_write_is_a_difference_only_if_backward_is_given_other_values(writes, whose):
-    (make, forwards, updated), watch, found = WRITES[writes], Watch(1, "raise"), []
+    (make, forwards, updated), watch, found = WRITES[writes], WatchOfOthers("raise"), []
     for checkpointed in (False, True):
         calls = []
         model = custom_model(lambda *args, calls=calls: calls.append(1) or writes(*args))
@@ -144,7 +134,7 @@ def test_what_blocks_write_is_a_difference_only_if_backward_is_given_other_value
         elif checkpointed:
             enable(model, {"use_reentrant": False})
         if checkpointed:
-            watch.on_forward(model, None)
+            watch.check_next(model)
         sum(custom_loss(model, number) for number in range(forwards)).backward()
         assert len(calls) == CUSTOM_LAYERS * forwards * (1 + checkpointed)
         found.append(gradients(model))
@@ -156,14 +146,14 @@ def test_what_blocks_write_is_a_difference_only_if_backward_is_given_other_value
 
 def test_only_tensors_that_can_differ_are_counted():
     """Not those that are the same memory on both sides, as with a function that recomputes and stores nothing."""
-    model, watch = custom_model(), Watch(1)
+    model, watch = custom_model(), WatchOfOthers()
 
     def passes_on(run, *args):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return run(*args)
 
     model._set_gradient_checkpointing(True, passes_on)
-    watch.on_forward(model, None)
+    watch.check_next(model)
     custom_loss(model).backward()
     assert (watch.report().checks, watch.report().compared) == (1, 0)
 
@@ -176,8 +166,10 @@ def test_a_trainer_that_compiles_its_model_compiles_it_once(tmp_path):
     for every in (1, 0):
         torch._dynamo.reset()
         counters.clear()
-        callback = MemoryTimeCallback(check_every=every)
-        trainer(tmp_path, tiny_model("llama", layers=1), callbacks=[callback], **THEIRS, **compiled).train()
+        spec = {f"{FLAG}_kwargs": {"policy": "full", "check_every": every}}
+        model = tiny_model("llama", layers=1)
+        hf_ckpt.install(model)
+        trainer(tmp_path, model, **spec, **compiled).train()
         assert counters["stats"]["unique_graphs"] == 1
         assert not counters["graph_break"]
         found.append(counters["frames"]["ok"])
@@ -273,9 +265,9 @@ def test_a_trained_block_may_use_none_of_its_parameters():
 @pytest.mark.parametrize("factor", [1.0, 1.5], ids=["moved", "changed"])
 def test_parameters_that_are_moved_are_no_difference(factor):
     """Moving parameters between forward and backward, as weight offloading does, is not a difference."""
-    model, watch = custom_model(), Watch(1)
+    model, watch = custom_model(), WatchOfOthers()
     enable(model, {"use_reentrant": False})
-    watch.on_forward(model, None)
+    watch.check_next(model)
     loss = custom_loss(model, 0)
     for parameter in model.parameters():
         parameter.data = parameter.data * factor
