@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.hooks import HeadForward, ModelHook, PassHook, Reminder, Skipped, warn_plain
+from hf_ckpt.attach.hooks import HeadForward, Instead, ModelHook, PassHook, Reminder, Skipped, warn_plain
 from hf_ckpt.attach.record import (
     FLAG,
     FUNCTION,
@@ -324,7 +324,9 @@ def put_on(found: FoundBlocks, record: Installation) -> None:
     if regions:
         _drop_input_gradients(base, record)
         for module, hook, when, with_kwargs in hooks_for(regions, found):
-            if when == "before":
+            if when == "instead":
+                vars(module)["forward"] = Instead(base, module, hook, vars(module).get("forward"))
+            elif when == "before":
                 record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
             else:
                 record.handles.append(_always_after(module, hook))
@@ -380,9 +382,11 @@ def _take_off(base: compat.transformers.PreTrainedModel, record: Installation) -
         switch_off(module, record.before.get(name, {}))
     record.remove_hooks()
     for module in base.modules():  # not only the current head: adapters may have wrapped it since
-        replaced = (HeadForward, Skipped)
+        replaced = (HeadForward, Instead, Skipped)
         for name in [key for key, value in vars(module).items() if isinstance(value, replaced)]:
-            del vars(module)[name]
+            before = getattr(vars(module).pop(name), "before", None)
+            if before is not None:
+                vars(module)[name] = before
     for _ in range(record.input_gradient_hooks):
         base.enable_input_require_grads()
     record.input_gradient_hooks = 0

@@ -220,11 +220,12 @@ class PassHook(ModelHook):
                 raise TransformError(
                     name, f"it cannot be checkpointed under {transforms} of torch.func (forward-mode AD is jvp, too)."
                 )
-        if compat.torch.is_replica(module) and record.plan.head != "full":
+        in_parts = record.plan.head != "full" or any(action.tile is not None for _, action in record.plan.actions)
+        if in_parts and compat.torch.is_replica(module):
             raise HfCkptError(
-                "the head cannot run in chunks in copies of a model, whose weights are no parameters, as "
-                "nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate launch), or leave "
-                "`head` out."
+                "neither the head nor feed-forwards can run in parts in copies of a model, whose weights are no "
+                "parameters, as nn.DataParallel makes them. Use DistributedDataParallel (torchrun or accelerate "
+                "launch), or leave `head` and `mlp` out."
             )
         if self.runs_last and record.plan.head != "full":
             if record.heads.missed == 2:  # not the first: a forward may have failed on its way to the head
@@ -296,6 +297,26 @@ class HeadForward(ModelHook):
         else:
             self.counter.last = "as a whole, because chunks of so few tokens would need no less"
         return result
+
+
+class Instead(ModelHook):
+    """The `forward` of a module that an engine replaces.
+
+    Args:
+        base: the model.
+        module: the module.
+        function: called as `function(module, forward, *args, **kwargs)` with the module's own forward.
+        before: what something else had put in the forward's place before, such as Liger's kernels; None if nothing.
+    """
+
+    def __init__(self, base: nn.Module, module: nn.Module, function: Any, before: Any) -> None:
+        super().__init__(base, module, function, before)
+        self.function, self.before = function, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        module: Any = self._arguments()[1]
+        return self.function(module, self.before or functools.partial(type(module).forward, module), *args, **kwargs)
 
 
 class Skipped:

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
     """Yield (name, model, inputs, loss): the model of the command line, or a small random one of every family.
 
-    A loss of None is the model's own. Compiled blocks draw their own numbers, so they get no dropout.
+    A loss of None is the model's own. Compiled blocks and tiles draw their own numbers, so they get no dropout.
     """
     import torch
     import transformers
@@ -85,7 +85,7 @@ def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any
 
     dtype, shape = torch.bfloat16 if arguments.bf16 else torch.float32, (arguments.batch, arguments.tokens)
     if arguments.model is None:
-        dropout = 0.1 if spec.compile is None else 0.0
+        dropout = 0.1 if spec.compile is None and spec.mlp == "full" else 0.0
         for family in FAMILIES:
             model = tiny_model(family, dropout=dropout, dtype=dtype)
             if spec.head == "full" or vocabulary_head(model) is not None:  # a head that can run in chunks

@@ -84,14 +84,15 @@ class Request:
 
 
 class Hook(NamedTuple):
-    """A forward hook that an engine needs on a module."""
+    """A forward hook that an engine needs on a module, or what replaces the module's forward."""
 
     module: nn.Module
     """The module to register the hook on."""
     function: Callable[..., Any]
     """The hook itself."""
     when: str
-    """`before` the forward, or `after` it, even if it raises an error."""
+    """`before` the forward; `after` it, even if it raises an error; or `instead` of it, called as `function(module,
+    forward, *args, **kwargs)` with the module's own forward."""
     with_kwargs: bool = False
     """Whether the hook also gets the keyword arguments of the forward."""
 

@@ -115,7 +115,7 @@ class Settings:
                 plain[key] = value
             elif _holds_tensors_or_changes(value):
                 self.containers.append((len(owners), key))
-            elif _is_plain(value):
+            elif _is_plain(value) or key == "forward":  # which an engine, or something else, has put there
                 plain[key] = value
         owners.append(attributes)
         self.attributes.append(plain)

@@ -184,6 +184,26 @@ def routers(block: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(block.get_submodule(name) for name in found)
 
 
+def feed_forwards(block: nn.Module) -> tuple[str, ...]:
+    """Return the names of the outermost modules inside a block that may be feed-forwards.
+
+    They take one tensor and nothing else, and have several matrices. Attention takes more, and norms have no matrix.
+    Experts are left out, with everything in the same child of the block, because a router sends tokens to them.
+    """
+    with_experts = [child for child in block.children() if not set(routers(block)).isdisjoint(child.modules())]
+    left_out = {inner for child in with_experts for inner in child.modules()}
+    found: list[str] = []
+    for name, module in block.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        has_forward = type(module).forward is not nn.Module.forward  # a list of modules has none
+        if not name or is_inside or module in left_out or not has_forward:
+            continue
+        matrices = sum(parameter.dim() > 1 for parameter in module.parameters())
+        if matrices > 1 and len(compat.transformers.forward_parameters(module)) == 1:
+            found.append(name)
+    return tuple(found)
+
+
 @functools.cache
 def _chooses(kind: Any) -> bool:
     """Whether a class has a method that calls `topk` or `argmax`."""

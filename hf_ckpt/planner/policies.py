@@ -128,6 +128,8 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return Action(COMPILED.kind, share=usual if share is None else share)
     if policy == "none":
         return KEEP
+    if policy == "full" and spec.mlp != "full":
+        return Action("full+tiles", tile=spec.mlp)
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
     return Action("offload" if spec.offload is True else "full" if policy in PLANNED_POLICIES else policy)

@@ -18,7 +18,8 @@ class Action:
     """What happens to the activations of one block: the name of an action, and its options."""
 
     kind: str = "keep"
-    """`keep`, `selective`, `full`, `full+selective`, `offload` or `compiled`: the name of a record in `ACTIONS`."""
+    """`keep`, `selective`, `full`, `full+selective`, `full+tiles`, `offload` or `compiled`: the name of a record in
+    `ACTIONS`."""
     save: tuple[str, ...] = ()
     """For `selective`: the classes of operations whose results are saved. For `full+selective`: those that are saved
     while the block is recomputed."""
@@ -28,12 +29,16 @@ class Action:
     """For `selective`: whether saved tensors are in host memory until backward."""
     share: float | None = None
     """For `compiled`: how much the compiler saves, from 0 (the inputs) to 1 (what makes the step fastest)."""
+    tile: int | str | None = None
+    """For `full+tiles`: the tokens of a tile. None is as `auto`."""
 
     def __str__(self) -> str:
         if self.share is not None:
             return f"{self.kind} (share {self.share:g})"
         if self.segment is not None:
             return f"{self.kind} (segment {self.segment})"
+        if isinstance(self.tile, int):
+            return f"{self.kind} ({self.tile} tokens)"
         where = " in host memory" if self.moved else ""
         return f"{self.kind} (save {', '.join(self.save)}{where})" if self.save else self.kind
 
@@ -42,6 +47,7 @@ KEEP = Action("keep")
 SELECTIVE = Action("selective", SAVE_CLASSES)
 FULL = Action("full")
 FULL_SELECTIVE = Action("full+selective", SAVE_CLASSES)
+FULL_TILES = Action("full+tiles", tile="auto")
 OFFLOAD = Action("offload")
 COMPILED = Action("compiled", share=0.0)
 
@@ -64,6 +70,9 @@ class ActionKind:
     """Fields of `Action`, beside `kind`, that it uses."""
     candidates: tuple[Action, ...] = ()
     """Its forms that a plan for a budget chooses from."""
+    is_exact: bool = True
+    """Whether gradients are bit-equal to those without checkpointing. Others are equal up to rounding, so that a plan
+    has the action only where the spec asks for it."""
     compiles: bool = False
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
     offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
@@ -108,6 +117,16 @@ ACTIONS: dict[str, ActionKind] = {
             next=OFFLOAD,
         ),
         ActionKind(
+            "full+tiles",
+            engine="hf_ckpt.engines.tiles:make",
+            hooks="hf_ckpt.engines.tiles:hooks",
+            is_policy=False,
+            options=("tile",),
+            candidates=(FULL_TILES,),
+            is_exact=False,
+            next=OFFLOAD,
+        ),
+        ActionKind(
             "offload",
             engine="hf_ckpt.engines.offload:make",
             offloads={OFFLOAD: FULL},
@@ -118,6 +137,7 @@ ACTIONS: dict[str, ActionKind] = {
             is_policy=False,
             options=("share",),
             compiles=True,
+            is_exact=False,
             candidates=(Action("compiled", share=1.0), Action("compiled", share=0.8), COMPILED),
             next=COMPILED,
         ),
@@ -125,13 +145,16 @@ ACTIONS: dict[str, ActionKind] = {
 }
 
 
-def candidates(*, compiled: bool = False) -> tuple[Action, ...]:
+def candidates(*, compiled: bool = False, tile: int | str | None = None) -> tuple[Action, ...]:
     """Return the actions that every plan for a budget chooses from; those that keep most come first.
 
-    `compiled` says whether blocks are compiled.
+    Args:
+        compiled: whether blocks are compiled.
+        tile: the tokens of a tile, if feed-forwards may run in tiles.
     """
     records = (record for record in ACTIONS.values() if record.compiles == compiled)
-    return tuple(action for record in records for action in record.candidates)
+    forms = [form for record in records for form in record.candidates if tile is not None or form.tile is None]
+    return tuple(form if form.tile is None else dataclasses.replace(form, tile=tile) for form in forms)
 
 
 def offloads() -> dict[Action, Action]:

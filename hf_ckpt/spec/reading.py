@@ -270,6 +270,7 @@ READERS: dict[str, Reader] = {
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
     "head": whole(1, "full", "auto"),
+    "mlp": whole(1, "full", "auto"),
     "check_every": whole(0),
     "on_mismatch": one_of("warn", "raise"),
     "plan": _optional(_read_plan),
@@ -282,4 +283,5 @@ OPTIONS: dict[str, Reader] = {
     "segment": _optional(whole(0)),
     "moved": one_of(True, False),
     "share": _optional(_read_share),
+    "tile": _optional(whole(1, "auto")),
 }

@@ -25,7 +25,7 @@ PLANNED_POLICIES = ("budget", "auto")
 """Policies whose plan is made in the first steps of a run."""
 SELECTING_KEYS = frozenset(
     {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
-    | {"compile", "share"}
+    | {"compile", "share", "mlp"}
 )
 """Keys that choose blocks or actions. An enable call without any of them keeps the installed plan."""
 # Keys that people know from elsewhere -> why they are refused.
@@ -81,6 +81,9 @@ class Spec:
     head: int | str = "full"
     """`full` runs the head as a whole. A number runs it and the loss in chunks of so many tokens; `auto` chooses the
     number."""
+    mlp: int | str = "full"
+    """For `policy: full`: a number runs the feed-forward of each recomputed block in tiles of so many tokens. `auto` is
+    2048, and `full` runs it as a whole."""
     check_every: int = 100
     """In every n-th training forward, one block is checked: whether its backward gets what its forward saved. Blocks
     take turns. 0 checks nothing."""
@@ -273,6 +276,9 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
     hint = "; to move what `full` saves, write true"
     yield from goes_with("offload: saved", spec.offload == "saved" and not planned, "selective", hint=hint)
     yield from goes_with("segments", spec.segments is not None, "full")
+    yield from goes_with("mlp", spec.mlp != "full", "full")
+    if spec.mlp != "full" and (spec.segments is not None or spec.offload or compiled):
+        yield "`mlp` goes with `full` for single blocks; it cannot be combined with `segments`, `offload` or `compile`."
     if spec.segments is not None and (spec.layers is not None or every or spec.rules):
         yield "`segments` covers whole stacks; it cannot be combined with `layers`, `every_n_layers` or `rules`."
     if spec.segments is not None and spec.offload is True:

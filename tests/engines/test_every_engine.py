@@ -29,6 +29,7 @@ SPECS = {
     "selective": {"policy": "selective"},
     "save attention": {"policy": "selective", "save": ["attention"]},
     "segments": {"segments": 2},
+    "tiles": {"policy": "full", "mlp": 5},
     "offload": {"policy": "offload"},
     "saved": {"policy": "selective", "offload": "saved"},
 }

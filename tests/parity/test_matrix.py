@@ -25,6 +25,7 @@ from helpers.experts import EXPERTS, experts
 from helpers.lanes import Delayed, lanes_of
 from helpers.others import OTHERS, other_model
 from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, enable, outcome, step, without_cache
+from helpers.tiles import split_by_hand
 from helpers.unusual_models import MODELS, unusual_batch, unusual_model
 from torch import distributed as dist
 from torch import nn
@@ -498,9 +499,15 @@ MODES = FORMS | USUAL | BY_OTHERS | SHARDED | UNUSUAL | CHANGED
 
 
 @functools.cache
-def reference(family, mode):
-    """The results of the mode without hf_ckpt. They are shared, so do not change them."""
-    return MODES[mode].train(MODES[mode].adapted(MODES[mode].model(family), family), family)
+def reference(family, mode, tile=None):
+    """The results of the mode without hf_ckpt. They are shared, so do not change them.
+
+    With `tile`, feed-forwards are split into tiles of so many tokens, and autograd keeps all of them.
+    """
+    model = MODES[mode].adapted(MODES[mode].model(family), family)
+    if tile is not None:
+        split_by_hand(model, tile)
+    return MODES[mode].train(model, family)
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -508,6 +515,7 @@ def reference(family, mode):
 REGIONS = {
     "full": "FullRegion",
     "full+selective": "FullSelectiveRegion",
+    "full+tiles": "TiledRegion",
     "selective": "RebuildRegion",
     "moved": "RebuildRegion",
     "segment": "SegmentRegion",
@@ -582,6 +590,13 @@ ACTIONS = {
         selective("attention", offload="saved"), "moved moved selective", (*FORMS, *UNUSUAL)
     ),
     "head": Asked(selective(head=5), "selective", (*FORMS, *USUAL, *BY_OTHERS), ("llama", "gpt2", "t5")),
+    # Compared with feed-forwards that are split by hand. Norms over tokens are refused.
+    "tiles": Asked(
+        {"policy": "full", "mlp": 5},
+        "full+tiles",
+        tuple(mode for mode in (*COMMON, *SHARDED, *CHANGED) if MODES[mode].inside is None),
+        ("llama", "gpt2", "t5"),
+    ),
 }
 EVERYWHERE = ("full", "selective", "save attention", "head")
 """Actions that are compared in `FORMS` in all families. Other cells run in two families by default, in turn."""
@@ -624,6 +639,8 @@ def check_counts(mode, engines, frozen, found, regions):
         times, region = found.recomputed[name], regions[name]
         if engine == "full+selective":
             assert region.rebuilding.recomputed > 0
+        if engine == "full+tiles" and name not in frozen:
+            assert [part.forwards == 0 < part.recomputed for part in region.parts.values()] == [True]
         around = mode.way is own_checkpoint_around_the_model  # under it nothing is dropped
         if name in frozen or (around and engine in ("selective", "moved")):
             assert times == 0, name
@@ -657,7 +674,8 @@ def check_moved(mode, engines, frozen, found, lanes):
 @pytest.mark.trap(1, 5, 22, 36, 40)
 @pytest.mark.parametrize(("family", "action", "mode"), list(cells()))
 def test_gradients_are_those_of_no_checkpointing(family, action, mode):
-    (expected, random_state), asked, mode = reference(family, mode), ACTIONS[action], MODES[mode]
+    (expected, random_state) = reference(family, mode, ACTIONS[action].spec.get("mlp"))
+    asked, mode = ACTIONS[action], MODES[mode]
     engines, frozen = asked.engines_for(family), mode.frozen(family)
     moves = bool({"offload", "moved"} & set(engines.values()))
     with lanes_of(Delayed if moves else None) as lanes:
@@ -665,8 +683,8 @@ def test_gradients_are_those_of_no_checkpointing(family, action, mode):
         got, random_state_after = mode.train(model, family)
     found = hf_ckpt.describe(model)
     assert found.chunked_heads == (mode.forwards if action == "head" else 0)
-    if action == "head":
-        wide = mode.dtype is BF16 or mode.autocast
+    wide = mode.dtype is BF16 or mode.autocast
+    if action == "head" or (action == "tiles" and wide):  # sums of 16-bit gradients are in float32
         assert_near(expected, got, ROUNDING_16 if wide else ROUNDING, together=wide)
     else:
         assert_same(expected, got)
@@ -678,6 +696,19 @@ def test_gradients_are_those_of_no_checkpointing(family, action, mode):
 def test_segments_refuse_weights_that_are_sharded_block_by_block():
     with pytest.raises(hf_ckpt.HfCkptError, match="sharded or moved block by block"):
         test_gradients_are_those_of_no_checkpointing("llama", "2 segments", "FSDP2")
+
+
+def test_tiles_refuse_layers_that_are_sharded_one_by_one():
+    """They would be gathered for every tile. A feed-forward that is sharded as a whole runs in tiles."""
+    for inner, refused in (("mlp", False), ("mlp.up_proj", True)):
+        model = prepared("llama", ACTIONS["tiles"].spec, MODES["plain"])
+        with (
+            one_rank(),
+            pytest.raises(hf_ckpt.HfCkptError, match="one by one") if refused else contextlib.nullcontext(),
+        ):
+            fully_shard(model.model.layers[0].get_submodule(inner), mesh=init_device_mesh("cpu", (1,)))
+            step(sharded(model), tiny_batch("llama"))
+        assert bool(installation(model).regions["model.layers.0"].parts) != refused
 
 
 # --- other architectures ----------------------------------------------------------------------------------------------

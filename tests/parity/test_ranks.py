@@ -28,6 +28,7 @@ DDP = {
 }
 FSDP2 = {
     "fsdp2, head": Case("fsdp2", specs=(HEAD,)),
+    "fsdp2, tiles": Case("fsdp2", specs=({**FULL, "mlp": 10},), accumulate=3),
     "fsdp2, lora, bf16": Case("fsdp2", model="lora", half=True),
     "fsdp2, t5, every_2, accumulate": Case("fsdp2", "t5", (EVERY_2,), accumulate=3),
     "fsdp2, t5, mixed, after, bf16": Case("fsdp2", "t5", (MIXED,), order="after", half=True, dropout=0.1),

@@ -151,6 +151,8 @@ def test_a_plan_in_one_line():
         ({"every_n_layers": 4}, "full on blocks 0, 4 of 8"),
         ({"layers": "1"}, "full on block 1 of 8"),
         ({"segments": 2}, "full in 2 segments on all 8 blocks"),
+        ({"mlp": 512, "rules": rules[1:]}, "full+tiles (512 tokens) on block 3 of 8"),
+        ({"mlp": "auto"}, "full+tiles on all 8 blocks"),
         ({"rules": rules}, "selective (save linear, attention) on blocks 0-1, 5 and full on block 3 of 8"),
     ):
         plan = plan_for(spec, decoder=8)

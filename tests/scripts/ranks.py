@@ -31,6 +31,7 @@ from helpers import budgets
 from helpers.adapters import with_lora
 from helpers.ranks import Case
 from helpers.steps import assert_near, assert_same, enable
+from helpers.tiles import split_by_hand
 from helpers.trainers import FLAG, Rows, trainer
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -189,6 +190,8 @@ def in_loop(case: Case) -> dict[str, Any]:
     counted = case.by == "fsdp2" and not case.compiled
     plain, theirs, ours = build(case), Collectives(), Collectives()
     keys = list(plain.state_dict())
+    if "mlp" in case.specs[0]:
+        split_by_hand(plain, case.specs[0]["mlp"])
     with theirs if counted else contextlib.nullcontext():
         expected = train(wrapped(plain, case), case)
     with messages() as texts:

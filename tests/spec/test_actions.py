@@ -12,6 +12,7 @@ from hf_ckpt.spec.actions import (
     COMPILED,
     FULL,
     FULL_SELECTIVE,
+    FULL_TILES,
     KEEP,
     OFFLOAD,
     SELECTIVE,
@@ -22,9 +23,14 @@ from hf_ckpt.spec.actions import (
 
 
 def test_the_records():
-    named = (KEEP, SELECTIVE, FULL, FULL_SELECTIVE, OFFLOAD, COMPILED)
+    named = (KEEP, SELECTIVE, FULL, FULL_SELECTIVE, FULL_TILES, OFFLOAD, COMPILED)
     assert [record.name for record in ACTIONS.values()] == list(ACTIONS) == [action.kind for action in named]
-    assert set(reading.POLICIES) == {"none", "budget", "auto"} | ACTIONS.keys() - {"keep", "compiled"}
+    assert set(reading.POLICIES) == {"none", "budget", "auto"} | ACTIONS.keys() - {
+        "keep",
+        "full+tiles",
+        "compiled",
+    }
+    assert [name for name, record in ACTIONS.items() if not record.is_exact] == ["full+tiles", "compiled"]
 
 
 @pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
@@ -46,4 +52,5 @@ def test_what_a_budget_chooses_from():
     """Candidates that keep most come first, and of those with tensors in host memory, those that keep least."""
     attention = Action("selective", ("attention",))
     assert candidates() == (KEEP, SELECTIVE, attention, FULL, FULL_SELECTIVE)
+    assert candidates(tile=64) == (*candidates(), Action("full+tiles", tile=64))
     assert list(offloads().items()) == [(FULL, OFFLOAD), (SELECTIVE, dataclasses.replace(SELECTIVE, moved=True))]

@@ -35,7 +35,7 @@ def test_errors_stay_short_however_much_is_given():
 
 # --- what is read -----------------------------------------------------------------------------------------------------
 
-SPEC = {"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preserve_rng_state": True}
+SPEC = {"policy": "full", "layers": {"encoder": "0-3", "decoder": "-1"}, "preserve_rng_state": True, "mlp": 512}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,227 @@
+"""`full+tiles`: recompute the block as `full` does, and its feed-forward a few tokens at a time.
+
+In the backward of a block, most of the memory is what its feed-forward computes for all tokens. A feed-forward maps
+each token by itself. So it runs in tiles of tokens, and each tile is checkpointed inside of the block's checkpoint:
+backward recomputes one tile, frees it, and goes on with the next. Autograd sums the gradients of the weights over tiles
+in at least float32 before any hook sees them. They equal those of `full` up to rounding. Prior work: TiledMLP of Arctic
+Long Sequence Training (Bekman et al., 2025, https://arxiv.org/abs/2506.13996), and of Liger Kernel.
+
+The inputs of all tiles are saved before the first tile runs. torch ends the recomputation of a block as soon as it has
+everything that backward needs. That is before the first tile, unless something behind the feed-forward saves its
+output, as the norms of Gemma 2 do. So a feed-forward runs twice in a step, as under `full`. (Under torch 2.8, whose
+checkpoints always save something, all tiles but the last run three times.)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_ckpt import compat
+from hf_ckpt.engines.full import Counted, FullRegion
+from hf_ckpt.engines.head.chunks import autocast
+from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.engines.seen import NO_TENSORS
+from hf_ckpt.engines.state import StepState
+from hf_ckpt.errors import TileError
+from hf_ckpt.logs import warn_once
+from hf_ckpt.models.blocks import FoundBlocks, feed_forwards
+
+log = logging.getLogger(__name__)
+
+AUTO_TOKENS = 2048
+"""Tokens of a tile under `auto`: enough to keep a device busy, and few beside a long sequence."""
+TRIED_TOKENS = 128
+"""Tokens on which it is tried whether a feed-forward maps each token by itself."""
+ROUNDINGS = 8
+"""The largest difference of a token's output between two runs, as a multiple of the precision of its type."""
+
+
+class TiledRegion(FullRegion):
+    """The checkpointing function of a block that is recomputed, and whose feed-forwards run in tiles.
+
+    Args:
+        block: name of the block.
+        tile: the tokens of a tile, or `auto`.
+        options: keyword arguments for `torch.utils.checkpoint`.
+    """
+
+    def __init__(self, block: str, *, tile: int | str, **options: Any) -> None:
+        super().__init__(block, **options)
+        self.tile = tile
+        self.options = options
+        self.parts: dict[str, FullRegion] = {}
+        """Name of a feed-forward that was tried -> the region of each of its tiles, which counts them."""
+
+    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the block's own forward `fn`, with its feed-forwards in tiles both in the forward and later."""
+
+        def run(*args: Any) -> Any:
+            before = _running.region
+            _running.region = self
+            try:
+                return fn(*args)
+            finally:
+                _running.region = before
+
+        return run
+
+    def run_in_tiles(self, name: str, module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+        """Run a feed-forward, which has the plain forward `forward`, on hidden states [..., tokens, hidden size]."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        tokens = AUTO_TOKENS if isinstance(self.tile, str) else self.tile
+        if rows.shape[1] <= tokens:
+            return forward(hidden)
+        if name not in self.parts:
+            try_halves(f"{self.block}.{name}", module, forward, rows.detach()[:, :TRIED_TOKENS])
+            self.parts[name] = FullRegion(f"{self.block}.{name}", **self.options)
+        part = self.parts[name]
+        part.whole = self.whole
+        run = functools.partial(run_with_sums, module, forward, sums_of(module))
+        tiles = [_Tile(part, run, tile) for tile in torch.split(rows, tokens, dim=1)]
+        # If autocast cached casts of weights, their gradients would be summed in 16 bits.
+        dtype = compat.devices.autocast_dtype(rows.device.type)
+        with compat.devices.autocast_to(rows.device.type, dtype, caches=False):
+            output = torch.cat([tile.run() for tile in tiles], dim=1)
+        return output.view(*hidden.shape[:-1], output.shape[-1])
+
+
+def sums_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return, for each trained parameter in 16 bits, a tensor without memory at which its gradient is summed."""
+    return {
+        name: _Alias.apply(parameter, parameter.new_zeros((), dtype=torch.float32).expand_as(parameter))  # type: ignore
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and parameter.dtype.itemsize < 4
+    }
+
+
+def run_with_sums(
+    module: nn.Module, forward: Callable[..., Any], sums: dict[str, torch.Tensor], rows: torch.Tensor
+) -> Any:
+    """Run the plain forward of a feed-forward such that gradients go to `sums_of` its parameters."""
+    parameters = dict(module.named_parameters())
+    values = {name: _Alias.apply(total, parameters[name].detach()) for name, total in sums.items()}  # type: ignore
+    with compat.torch.parameters_replaced(module, values):
+        return forward(rows)
+
+
+def try_halves(name: str, module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor) -> None:
+    """Run a feed-forward on some tokens [1, tokens, hidden size] and on each half of them, and compare the outputs.
+
+    Dropout is off. Buffers and random state are restored. Fake tensors have no values to compare.
+
+    Raises `TileError` if the outputs differ by more than rounding, or if parts of the feed-forward are sharded by
+    themselves, because they would be gathered for every tile.
+    """
+    if any(map(compat.distributed.is_sharded, module.children())):
+        raise TileError(name, "its parts are sharded one by one (FSDP).")
+    before = StepState(module, compat.random_state.devices_of([rows]))
+    dropouts = [inner for inner in module.modules() if isinstance(inner, nn.Dropout) and inner.training]
+    autocast_dtype = compat.devices.autocast_dtype(rows.device.type)
+    try:
+        for dropout in dropouts:
+            dropout.training = False
+        with torch.no_grad(), autocast(rows.device.type, autocast_dtype):
+            whole = forward(rows)
+            halves = torch.cat([forward(half) for half in rows.tensor_split(2, dim=1)], dim=1)
+    finally:
+        before.restore()
+        for dropout in dropouts:
+            dropout.training = True
+    allowed = ROUNDINGS * torch.finfo(autocast_dtype or rows.dtype).eps
+    is_near = (whole - halves).float().norm(dim=-1) <= allowed * whole.float().norm(dim=-1)
+    if is_near.shape != rows.shape[:2] or not (compat.torch.is_fake(is_near) or is_near.all()):
+        raise TileError(name, "it does not map each token by itself.")
+
+
+class _Tile:
+    """One tile of a call of a feed-forward. Its input is saved at once, and its own checkpoint saves nothing.
+
+    Args:
+        region: the region of the feed-forward's tiles.
+        forward: runs the feed-forward.
+        rows: the input [1, tokens, hidden size].
+    """
+
+    def __init__(self, region: FullRegion, forward: Callable[..., Any], rows: torch.Tensor) -> None:
+        self.region, self.forward = region, forward
+        self.rows: torch.Tensor | None = rows
+        """The input until the forward has begun."""
+        # Autograd saves the input for a tensor that requires gradients.
+        self.kept: Any = _Input.apply(torch.empty(0, requires_grad=True), rows)  # type: ignore[no-untyped-call]
+
+    def run(self) -> Any:
+        """Run the tile in the forward."""
+        self.counted = Counted(self.forward, self.region, NO_TENSORS)
+        check = self.region.determinism_check
+        return checkpoint(self, use_reentrant=False, preserve_rng_state=False, determinism_check=check)
+
+    def __call__(self) -> Any:
+        """Run the tile, the first time and later."""
+        rows = self.rows
+        self.rows = None
+        if rows is None:
+            (rows,) = self.kept.grad_fn.saved_tensors
+        return self.counted(rows)
+
+
+class _Input(torch.autograd.Function):
+    """Saves the input of a tile. Its empty output holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        return token.new_empty(0)
+
+
+class _Alias(torch.autograd.Function):
+    """Returns `values`. Their gradient goes to `source`, in its type."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Running(threading.local):
+    """The checkpointing function of the block that this thread runs, if its feed-forwards run in tiles."""
+
+    region: TiledRegion | None = None
+
+
+_running = _Running()
+
+
+def _run(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What replaces the forward of a feed-forward."""
+    region = None if compat.torch.is_compiling() else _running.region
+    if region is None:
+        return forward(*args, **kwargs)
+    return region.run_in_tiles(name, module, forward, *args, *kwargs.values())
+
+
+def make(request: Request) -> Region:
+    """The engine of `full+tiles`."""
+    return TiledRegion(request.block, tile=request.action.tile or "auto", **request.options)
+
+
+def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+    """Yield what replaces the forwards of feed-forwards. Warn once for each kind of block that has none."""
+    for name in dict.fromkeys(region.block for region in regions if isinstance(region, TiledRegion)):
+        block = found.modules[name]
+        names = feed_forwards(block)
+        if not names:
+            why = "none of its modules maps one tensor by several matrices, or a router sends tokens to experts"
+            warn_once(log, "hf_ckpt: no part of %s runs in tiles, because %s.", type(block).__name__, why)
+        for part in names:
+            yield Hook(block.get_submodule(part), functools.partial(_run, part), "instead")
