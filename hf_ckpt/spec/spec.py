@@ -82,8 +82,8 @@ class Spec:
     """`full` runs the head as a whole. A number runs it and the loss in chunks of so many tokens; `auto` chooses the
     number."""
     mlp: int | str = "full"
-    """For `policy: full`: a number runs the feed-forward of each recomputed block in tiles of so many tokens. `auto` is
-    2048, and `full` runs it as a whole."""
+    """A number runs the feed-forward of each block that is recomputed as a whole in tiles of so many tokens. `auto` is
+    2048, and `full` runs it as a whole. A plan for a budget takes tiles where they help."""
     check_every: int = 100
     """In every n-th training forward, one block is checked: whether its backward gets what its forward saved. Blocks
     take turns. 0 checks nothing."""
@@ -276,7 +276,7 @@ def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
     hint = "; to move what `full` saves, write true"
     yield from goes_with("offload: saved", spec.offload == "saved" and not planned, "selective", hint=hint)
     yield from goes_with("segments", spec.segments is not None, "full")
-    yield from goes_with("mlp", spec.mlp != "full", "full")
+    yield from goes_with("mlp", spec.mlp != "full", "full", *PLANNED_POLICIES)
     if spec.mlp != "full" and (spec.segments is not None or spec.offload or compiled):
         yield "`mlp` goes with `full` for single blocks; it cannot be combined with `segments`, `offload` or `compile`."
     if spec.segments is not None and (spec.layers is not None or every or spec.rules):

@@ -206,24 +206,26 @@ class Measurements:
     @property
     def _tried_actions(self) -> tuple[Action, ...]:
         """The actions that trials show, from which the others follow."""
-        return tuple(action for action in self.actions[:-1] if action != FULL_SELECTIVE)
+        return tuple(action for action in self.actions[:-1] if action != FULL_SELECTIVE and action.tile is None)
 
-    def to_run(self, batch: Batch, limit: int) -> dict[str, Action]:
+    def to_run(self, batch: Batch, limit: int, *, everything: bool) -> dict[str, Action]:
         """Return blocks to run under an action that was not measured, if they fit into a limit, in bytes.
 
-        For blocks whose recomputation can try nothing. Under any action, a block keeps no more than its backward holds
-        under the one that keeps least.
+        With `everything`, for blocks whose recomputation can try nothing; else for feed-forwards in tiles, which run so
+        in the forward, too. A block keeps no more than its backward holds under the action that keeps least.
         """
         step = self._bound(batch)
         room = limit - self.costs(batch).peak({})
-        for action in reversed(self._tried_actions):
+        tiled = tuple(action for action in self.actions if action.tile is not None)
+        for action in reversed(self._tried_actions) if everything else tiled:
             chosen: dict[str, Action] = {}
             for calls in self._calls_of_kinds(batch, step).values():
                 last = calls[-1]
                 assert last.backward is not None
-                if last.backward.peak <= room and not any(action in call.trials for call in calls):
+                needed = 0 if action in tiled else last.backward.peak
+                if needed <= room and not any(action in call.trials for call in calls):
                     chosen[last.name[0]] = action
-                    room -= last.backward.peak
+                    room -= needed
             if chosen:
                 return chosen
         return {}

@@ -195,7 +195,8 @@ class Session:
         """The action that keeps least. Blocks that hf_ckpt compiles cannot get others than compiled ones."""
         if self._least == COMPILED:
             self._refuse_unmeasurable()
-        actions = candidates(compiled=self._least == COMPILED)
+        tile = None if self._spec.mlp == "full" else self._spec.mlp
+        actions = candidates(compiled=self._least == COMPILED, tile=tile)
         self._actions = (*(action for action in actions if action != self._least), self._least)
         """The actions to choose from; the last one keeps least."""
         self.plans: dict[Batch, Planned] = {}
@@ -379,12 +380,11 @@ class Session:
         if reference is None:
             nothing = dict.fromkeys(self.known.blocks, Tries())
             return (nothing if in_forward else self.known.to_show(batch) or nothing), {}
-        if in_forward:
-            limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
-            return {}, self.known.to_run(batch, limit)
-        if reference[0] == batch and batch in self.known.full and batch not in self.known.tried:
+        is_new = reference[0] == batch and batch in self.known.full and batch not in self.known.tried
+        if is_new and not in_forward:
             return self.known.to_try(batch), {}
-        return {}, {}
+        limit = max(self.limit_bytes, self.known.costs(batch).peak({}))
+        return {}, self.known.to_run(batch, limit, everything=in_forward)
 
     def _covering(self, batch: Batch) -> Planned | None:
         """The plan of the smallest batch that covers this one; None without one, and if this one may do with less."""

@@ -18,9 +18,11 @@ import threading
 
 import pytest
 import torch
+import transformers
+from helpers.adapters import with_lora
 from helpers.planned import budgeted, live_peak, model_of, raced
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, cache_argument, enable, gradients, planned, without_cache
+from helpers.steps import assert_near, assert_same, cache_argument, enable, gradients, planned, step, without_cache
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -365,6 +367,31 @@ def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
     assert {"4 x 16 tokens", "4 x 40 tokens", "4 x 64 tokens"} <= hf_ckpt.describe(model).plans.keys()
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_feed_forwards_in_tiles_are_planned_where_nothing_else_fits(lora):
+    """With `mlp`. The peak is exact, and gradients are those of no checkpointing up to rounding."""
+    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=4, **sizes)
+    plain = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").train()
+    plain = with_lora(plain, "llama") if lora else plain
+    ids = torch.randint(0, 256, (1, 512))
+    batch = {"input_ids": ids, "labels": ids}
+    full, tiled, model = (copy.deepcopy(plain) for _ in range(3))
+    planned(full, {"policy": "full", "check_every": 0})
+    planned(tiled, {"policy": "full", "mlp": 64, "check_every": 0})
+    budget = round(1.05 * live_peak(tiled, batch))
+    assert budget < 0.7 * live_peak(full, batch)
+    budgeted(model, budget, mlp=64, check_every=0)
+    while installation(model).planned is None or installation(model).planned.measures:
+        step(model, batch)
+    plan = hf_ckpt.describe(model).plan
+    assert {action.kind for _, action in plan.actions} == {"full+tiles"}
+    assert live_peak(model, batch) == pytest.approx(plan.prediction.peak_bytes, rel=0.001)
+    assert plan.prediction.peak_bytes <= budget
+    assert_near(step(plain, batch), step(model, batch))
+    assert min(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 @pytest.mark.parametrize("room", [1.1, 1.25])
 def test_tight_budgets_get_plans_after_few_steps(family, room):
@@ -495,8 +522,8 @@ def test_a_plan_that_needs_more_than_predicted_lowers_the_limit_for_good(caplog)
     """The fastest plan seems to fit, because what trials have shown is halved."""
     caplog.set_level("INFO", logger="hf_ckpt")
     model, session = trained(3)  # all trials have run by now
-    for batch, step in session.known.full.items():
-        session.known.full[batch] = dataclasses.replace(step, calls=tuple(map(halved, step.calls)))
+    for batch, full in session.known.full.items():
+        session.known.full[batch] = dataclasses.replace(full, calls=tuple(map(halved, full.calls)))
     run(model, [BATCH] * PLANNED)
     assert session.limit_bytes < session.budget_bytes == half()
     assert live_peak(model, BATCH) <= half()
