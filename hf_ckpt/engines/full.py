@@ -152,7 +152,10 @@ class Counted:
         self.region.recomputed += 1
         try:
             if self.trials is not None:
-                given = [tensor for tensor in (*args, *self.state.inputs.tensors) if isinstance(tensor, torch.Tensor)]
+                given: list[torch.Tensor] = []
+                if args:  # otherwise it is not known which of them are hidden states
+                    tensors = (*args, *self.state.inputs.tensors)
+                    given += [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
                 return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn, given)
             return compat.torch.run_again(self.state.recompute, self.fn, args)
         except compat.torch.StopRecomputation:
