@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,20 +13,15 @@ from torch import nn
 from hf_ckpt.errors import HfCkptError, reason_of
 
 
-def add_adapters(model: nn.Module, configs: Mapping[str, Any]) -> nn.Module:
-    """Add adapters to a model: name -> config of PEFT. Raises `HfCkptError` if PEFT refuses them."""
+def add_adapters(model: nn.Module, config: Any) -> nn.Module:
+    """Add adapters of a config of PEFT to a model. Raises `HfCkptError` if PEFT refuses them."""
     from peft import get_peft_model
 
-    adapted: Any = None
     try:
-        for name, config in copy.deepcopy(dict(configs)).items():
-            if adapted is None:
-                adapted = get_peft_model(model, config, adapter_name=name)
-            else:
-                adapted.add_adapter(name, config)
+        adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         raise HfCkptError(f"PEFT puts no adapters on {type(model).__name__}: {reason_of(error)}.") from error
-    return model if adapted is None else adapted
+    return adapted
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:

@@ -44,12 +44,12 @@ class Row:
     """Tokens that one rank trains on in a second; None if they are not counted."""
     fits: bool
     """Whether the peak is within the budget and the device."""
-    spec: Mapping[str, Any] | None = None
+    spec: Mapping[str, Any] | None
     """The checkpointing kwargs of a plan; None for ways of transformers."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Forecast:
+class Forecast(Row):
     """The fastest plan within a budget, with its predicted memory and time. `hf_ckpt.predict` returns it.
 
     forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
@@ -60,28 +60,16 @@ class Forecast:
     If no plan fits (`predict` then raises an error), the figures are those of the plan with the lowest peak.
     """
 
-    fits: bool
-    """Whether a plan fits into the budget and the device."""
     answer: str
-    """That in words."""
+    """Whether it fits, in words."""
     assumed: str
     """What was assumed about the training, in one line."""
-    workload: Question
-    """The training, without what concerns the plan. Types that the device cannot compute in are replaced."""
-    device: str
-    """Name of the device whose memory and speed are assumed."""
     budget_bytes: int
     """The peak that is allowed."""
-    peak_bytes: int
-    """Predicted peak of the plan: most bytes of tensors alive at any moment."""
     floor_bytes: int
     """The lowest peak of any plan."""
     parts: Mapping[str, int]
     """What fills the peak: name -> bytes. They add up to `peak_bytes`."""
-    step_seconds: float
-    """Predicted seconds of one optimizer step with all its micro-steps."""
-    tokens_per_second: float | None
-    """Predicted tokens per second of one rank; None if tokens are not counted."""
     notes: tuple[str, ...]
     """What else to know."""
     rows: tuple[Row, ...]
@@ -143,26 +131,20 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
         for row in forecast.table():
             table.add_row(*map(Text, row))
         console.print(table)
-    if not forecast.plan:
-        first = [f"gradient_checkpointing_kwargs for the first: {json.dumps(row.spec)}" for row in forecast.rows[:1]]
-        say(*first or ["Nothing near it fits, either."])
 
 
 def answer_of(training: Question, device: Device, row: Row, budget_bytes: int) -> str:
     """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." """
     article = "an" if device.title[0] in "AEFHILMNORSX8" else "a"
     name = device.title if device.memory_bytes is None else f"{article} {device.title}"
-    memory_bytes = device.memory_bytes or budget_bytes
-    sizes = (row.peak_bytes, budget_bytes, memory_bytes)
+    sizes = (row.peak_bytes, budget_bytes, device.memory_bytes or budget_bytes)
     peak, budget, memory = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
-    if row.peak_bytes > min(budget_bytes, memory_bytes):
-        needs = f"the plan needs {peak} GiB"
-        if row.peak_bytes > budget_bytes:
-            needs = f"every plan needs {peak} GiB or more"
-        return f"Does not fit: {needs}. The budget is {budget} GiB, and {name} has {memory}."
-    tokens = f", {row.tokens_per_second:,.0f} tokens a second" if row.tokens_per_second else ""
-    each = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
-    return f"Fits: {peak} of {memory} GiB on {name}{tokens}{each}."
+    if row.fits:
+        tokens = f", {row.tokens_per_second:,.0f} tokens a second" if row.tokens_per_second else ""
+        each = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
+        return f"Fits: {peak} of {memory} GiB on {name}{tokens}{each}."
+    needs = f"every plan needs {peak} GiB or more" if row.peak_bytes > budget_bytes else f"the plan needs {peak} GiB"
+    return f"Does not fit: {needs}. The budget is {budget} GiB, and {name} has {memory}."
 
 
 def assumed_of(training: Question, model: str, device: Device, budget_bytes: int) -> str:
@@ -177,13 +159,12 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     head = {} if plan.head == "full" else {"head": plan.head}
     if not head and all(action.kind == "keep" for _, action in plan.actions):
         return NONE
-    spec = {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head}
-    moved = any(action.moved or action.kind == "offload" for _, action in plan.actions)
-    return {**spec, "host_budget": exact_size(host_budget)} if moved and host_budget else spec
+    host = {"host_budget": exact_size(host_budget)} if host_budget else {}
+    return {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head, **host}
 
 
 def to_write(training: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:
-    """What to copy: where it goes -> its lines. Nested values are written as JSON, which YAML includes.
+    """What to copy: where it goes -> its lines. Values are written as JSON, which YAML includes.
 
     These are fields of `TrainingArguments` or of a config of TRL, and Python. For files of another `program` (`axolotl`
     or `LLaMA-Factory`), it is the spec.
@@ -204,10 +185,7 @@ def to_write(training: Question, spec: Mapping[str, Any], program: str = "") -> 
         "gradient_checkpointing": checkpoints,
         "gradient_checkpointing_kwargs": dict(spec) if checkpoints else None,
     }
-    written = {key: value for key, value in arguments.items() if value is not None}
-    yaml = "\n".join(
-        f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in written.items()
-    )
+    yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in arguments.items() if value is not None)
     prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
     lines = {
         f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,

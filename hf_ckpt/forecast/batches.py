@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,11 +19,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 """Names of the types that weights and autocast may have."""
 NO_PLAN = "this cannot be planned for before a run. `full`, `selective` and a budget measured in the run work."
 """The end of errors about models."""
-_SAMPLES_A_SECOND = 16_000
-_OF_CLASSES = (
-    *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"),
-    *("ForImageClassification", "ForAudioClassification", "ForVideoClassification"),
-)
+_OF_CLASSES = ("ForSequenceClassification", "ForNextSentencePrediction", "ForImageClassification")
 """Ends of names of models with one label a sequence or image."""
 
 
@@ -31,8 +28,8 @@ class MicroStep(NamedTuple):
 
     batch: dict[str, Any]
     """Keyword arguments of the model's forward. Only the shapes and types of tensors matter."""
-    loss: Callable[[Any], torch.Tensor] | None = None
-    """Computes the loss from the outputs of a model that does not compute its own."""
+    loss: Callable[[Any], torch.Tensor] = operator.attrgetter("loss")
+    """Computes the loss from the outputs of the model; by default, the model's own."""
     forward: types.MethodType | None = None
     """A forward that replaces the class's own on the model; None if the class's own runs."""
 
@@ -40,23 +37,24 @@ class MicroStep(NamedTuple):
 def micro_step(training: Question, base: Any) -> MicroStep:
     """The micro-step of a training on a model. Call it under a mode of fake tensors, whose batch needs no memory.
 
-    Raises `HfCkptError` for models of pairs of images and texts, for images of a text model, and for a trainer of TRL
-    with a model that has no language-model head; `MissingDependencyError` without TRL.
+    Raises `HfCkptError` for models of speech or of pairs of images and texts, for images of a text model, and for a
+    trainer of TRL with a model that has no language-model head; `MissingDependencyError` without TRL.
     """
-    name, takes = type(base).__name__, compat.transformers.forward_parameters(base)
+    name = type(base).__name__
+    takes = compat.transformers.forward_parameters(base)
     if "return_loss" in takes:
         raise HfCkptError(f"{name} compares every image of a batch with every text: {NO_PLAN}")
     batch = _inputs(training, base)
-    own_loss = "labels" in takes and not name.endswith("ForCTC")
-    if own_loss or base.config.is_encoder_decoder:
+    has_loss = "labels" in takes
+    if has_loss or base.config.is_encoder_decoder:
         shape: tuple[int, ...] = training.shape
         if name.endswith(_OF_CLASSES):
             shape = (training.rows,)
         elif base.config.is_encoder_decoder:
             shape = training.rows, training.target_tokens or training.tokens
-        batch["labels" if own_loss else "decoder_input_ids"] = torch.zeros(shape, dtype=torch.long)
+        batch["labels" if has_loss else "decoder_input_ids"] = torch.zeros(shape, dtype=torch.long)
     if training.trainer is None:
-        return MicroStep(batch, None if own_loss else _mean_square)
+        return MicroStep(batch) if has_loss else MicroStep(batch, _mean_square)
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {training.trainer} needs.")
     loss, outputs = _OF_TRL[training.trainer]
@@ -70,39 +68,29 @@ def micro_step(training: Question, base: Any) -> MicroStep:
 
 
 def _inputs(training: Question, base: Any) -> dict[str, Any]:
-    """The inputs of a model: text [sequences, tokens], images [images, channels, height, width], or speech."""
-    rows, kind = training.rows, getattr(base, "main_input_name", "input_ids")
-    vision = getattr(base.config, "vision_config", base.config)
+    """The inputs of a model: text [sequences, tokens], and images [images, channels, height, width]."""
+    kind = getattr(base, "main_input_name", "input_ids")
+    if kind not in ("input_ids", "pixel_values"):
+        raise HfCkptError(f"{type(base).__name__} takes {kind}, and not text or images: {NO_PLAN}")
     batch: dict[str, Any] = {}
-    if kind == "input_values":  # samples of speech
-        batch["input_values"] = _floats(base, rows, round(training.seconds * _SAMPLES_A_SECOND))
-    elif kind == "input_features":  # spectra, of a fixed length for Whisper, otherwise a frame every 10 ms
-        fixed = getattr(base.config, "max_source_positions", None) if hasattr(base.config, "num_mel_bins") else None
-        bins = getattr(base.config, "num_mel_bins", None) or getattr(base.config, "feature_projection_input_dim", 80)
-        frames = 2 * fixed if fixed else round(100 * training.seconds)
-        batch["input_features"] = _floats(base, rows, *((bins, frames) if fixed else (frames, bins)))
-    elif kind == "pixel_values" or training.images:
+    if kind == "input_ids":
+        # Packed sequences have position ids, which mark where each begins, in place of a mask.
+        for name in ("input_ids", "position_ids" if training.packing else "attention_mask"):
+            batch[name] = torch.zeros(training.shape, dtype=torch.long)
+    if kind == "pixel_values" or training.images:
+        vision = getattr(base.config, "vision_config", base.config)
         size = training.image_size or getattr(vision, "image_size", None)
         if size is None:
             raise HfCkptError(f"{type(base).__name__} takes no images, or none of a fixed size: leave `images` out.")
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        number = rows * (training.images if kind == "input_ids" else 1)
-        batch["pixel_values"] = _floats(base, number, getattr(vision, "num_channels", 3), height, width)
-    if kind == "input_ids":
-        shape: tuple[int, ...] = training.shape
-        shape = (rows, 1, training.tokens) if type(base).__name__.endswith("ForMultipleChoice") else shape
-        # Packed sequences have position ids, which mark where each begins, in place of a mask.
-        for name in ("input_ids", "position_ids" if training.packing else "attention_mask"):
-            batch[name] = torch.zeros(shape, dtype=torch.long)
+        number = training.rows * max(training.images, 1)
+        channels = getattr(vision, "num_channels", 3)
+        batch["pixel_values"] = torch.zeros((number, channels, height, width), dtype=base.dtype)
     return batch
 
 
-def _floats(base: Any, *shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=base.dtype)
-
-
 def _mean_square(outputs: Any) -> torch.Tensor:
-    scores: torch.Tensor = outputs.logits if "logits" in outputs else outputs[0]
+    scores: torch.Tensor = outputs[0]
     return scores.float().square().mean()
 
 
@@ -114,9 +102,9 @@ def _of_label_scores(outputs: Any) -> torch.Tensor:
     return -nn.functional.logsigmoid(outputs.log_probs.sum(1)).mean()
 
 
-_OF_TRL: dict[str, tuple[Callable[[Any], torch.Tensor] | None, tuple[str, ...]]] = {
-    "sft": (None, ("is_top1",)),
+_OF_TRL: dict[str, tuple[Callable[[Any], torch.Tensor], tuple[str, ...]]] = {
+    "sft": (operator.attrgetter("loss"), ("is_top1",)),
     "dpo": (_of_label_scores, ("mean_logits", "is_top1")),
     "grpo": (_of_label_scores, ()),
 }
-"""Trainer -> (its loss, None for the model's own; further outputs per token, for its logs)."""
+"""Trainer -> (its loss; further outputs per token, for its logs)."""

@@ -88,8 +88,7 @@ def device_named(name: str) -> Device:
     if plain(name) in rows:
         return rows[plain(name)]
     near = [rows[row].name for row in difflib.get_close_matches(plain(name), rows)] or DEVICES
-    advice = f"use {', '.join(near)}, or give its memory by --budget, such as 24GiB."
-    raise HfCkptError(f"{shown(name)} is not a known device: {advice}")
+    raise HfCkptError(f"{shown(name)} is not a known device: use {', '.join(near)}, or its memory as --budget 24GiB.")
 
 
 def this_device(devices: Collection[torch.device] | None = None) -> Device:

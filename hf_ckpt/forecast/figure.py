@@ -21,38 +21,30 @@ def budgets_of(forecast: Forecast) -> list[int]:
 def figure_of(forecast: Forecast) -> Any:
     """A figure of plotly: what fills memory over the step under the plan, and step time against peak of all rows.
 
-    The dotted line is the step without checkpointing, and the star is the plan.
+    The star is the plan.
     """
     from plotly.subplots import make_subplots
 
     titles = ("Memory over one micro-step and the optimizer", "Step time against peak")
     figure = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
 
-    def over_time(shown: Forecast) -> tuple[list[float], list[tuple[float, ...]]]:
-        """At the end of each part of the step, its seconds; and for each of `PARTS`, the GiB at the part's peak."""
-        moments = shown.timeline.moments
-        ends = itertools.accumulate(moment.part.nanoseconds / 1e9 for moment in moments)
-        return [*ends], [*zip(*([size / GIB for size in moment.parts().values()] for moment in moments), strict=True)]
-
     def add_rows(name: str, rows: Sequence[Row], **look: Any) -> None:
-        xs, ys = [row.peak_bytes / GIB for row in rows], [row.step_seconds for row in rows]
+        peaks = [row.peak_bytes / GIB for row in rows]
+        seconds = [row.step_seconds for row in rows]
         hover = "%{text}<br>%{x:.2f} GiB, %{y:.4g} s<extra></extra>"
         look = {"text": [row.name for row in rows], "hovertemplate": hover, "row": 1, "col": 2, **look}
-        figure.add_scatter(x=xs, y=ys, name=name, **look)
+        figure.add_scatter(x=peaks, y=seconds, name=name, **look)
 
-    seconds, levels = over_time(forecast)
-    for (name, colour), ys in zip(PARTS.items(), levels, strict=True):
+    moments = forecast.timeline.moments
+    ends = list(itertools.accumulate(moment.part.nanoseconds / 1e9 for moment in moments))
+    peaks = [[size / GIB for size in moment.parts().values()] for moment in moments]
+    for (name, colour), ys in zip(PARTS.items(), zip(*peaks, strict=True), strict=True):
         area = {"stackgroup": "memory", "fillcolor": colour, "line": {"width": 0, "color": colour}}
-        figure.add_scatter(x=seconds, y=ys, name=name, mode="lines", hovertemplate="%{y:.2f} GiB", **area)
-    seconds, levels = over_time(forecast.within(forecast.usual[0].peak_bytes))
-    tops = [sum(sizes) for sizes in zip(*levels, strict=True)]
-    dotted = {"mode": "lines", "hoverinfo": "skip", "line": {"color": "#7f8690", "dash": "dot"}}
-    figure.add_scatter(x=seconds, y=tops, name="no checkpointing", **dotted)
+        figure.add_scatter(x=ends, y=ys, name=name, mode="lines", hovertemplate="%{y:.2f} GiB", **area)
     red = "#c44e52"
     add_rows("plans for budgets", forecast.frontier, mode="lines+markers", marker={"color": red})
     add_rows("without hf_ckpt", forecast.usual, mode="markers", marker={"size": 9, "color": "#4c72b0"})
     add_rows("this plan", forecast.rows[:1], mode="markers", marker={"symbol": "star", "size": 18, "color": red})
-    memory = {"title": "GiB", "range": [0, 1.06 * max(tops)]}
-    figure.update_layout(xaxis_title="seconds", yaxis=memory, xaxis2_title="peak (GiB)", yaxis2_title="step (s)")
+    figure.update_layout(xaxis_title="seconds", yaxis_title="GiB", xaxis2_title="peak (GiB)", yaxis2_title="step (s)")
     figure.update_layout(height=560, legend={"orientation": "h", "y": -0.3})
     return figure

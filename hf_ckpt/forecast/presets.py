@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent.parent
-_PRESETS = (_PACKAGE / "presets", _PACKAGE.parent / "configs" / "models")
+_PRESETS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[2] / "configs" / "models")
 """Folders of the presets' configs: inside an installed package, or next to the package in a checkout."""
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from hf_ckpt import compat
 
-_ELEMENTS_A_SCALE, _SCALES_A_SCALE = 64, 256
 _TABLES = 4 * (16 + 256 + 1)
 """Further bytes under double quantisation: the tables of 4-bit and 8-bit values, and an offset."""
 
@@ -34,21 +33,22 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)
         weight: Any = source.weight
         rows, columns = weight.shape if isinstance(source, nn.Linear) else weight.shape[::-1]
-        self.out_features, self.in_features, self.compute = rows, columns, compute
+        self.out_features = rows
+        self.in_features = columns
+        self.compute = compute
         held = torch.empty((-(-rows * columns // 2), 1), dtype=torch.uint8, device=weight.device)
         self.weight = nn.Parameter(held, requires_grad=False)
-        bias: Any = source.bias
-        self.bias: Any = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        scales = -(-rows * columns // _ELEMENTS_A_SCALE)
-        size = _TABLES + scales + 4 * -(-scales // _SCALES_A_SCALE) if double else 4 * 16 + 4 * scales
+        self.bias: Any = source.bias
+        scales = -(-rows * columns // 64)
+        size = _TABLES + scales + 4 * -(-scales // 256) if double else 4 * 16 + 4 * scales
         self.scales = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=weight.device), requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, in the type of `input`, of shape [..., in_features]."""
-        made: torch.Tensor = _Product.apply(input.to(self.compute), self)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(input.to(self.compute), self)  # type: ignore[no-untyped-call]
         if self.bias is not None:
-            made = made + self.bias.to(made.dtype)
-        return made.to(input.dtype)
+            product = product + self.bias.to(product.dtype)
+        return product.to(input.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantised weight, of shape [out_features, in_features]. A single operation, because dequantising reads
@@ -60,9 +60,9 @@ class _Product(torch.autograd.Function):
     """Like `MatMul4Bit` of bitsandbytes."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
         ctx.layer = layer
-        return given @ layer.unpacked(given.dtype).t()
+        return hidden @ layer.unpacked(hidden.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -7,7 +7,6 @@ the keywords of `hf_ckpt.predict`, and the command that a page shows.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,8 +18,6 @@ from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
-MOST_TOKENS = 2**32
-"""Most tokens of one micro-step. Beyond that, byte counts no longer fit the planner's integers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +40,8 @@ class About:
 
 def about(field: dataclasses.Field[Any]) -> About:
     """The metadata of a field of `Question`."""
-    found: About = field.metadata["about"]
-    return found
+    metadata: About = field.metadata["about"]
+    return metadata
 
 
 def option_of(field: dataclasses.Field[Any]) -> str:
@@ -63,9 +60,7 @@ def _number(default: int | None, help: str, **more: Any) -> Any:
 
 def _layers(text: str) -> str | tuple[str, ...]:
     """`all-linear`, or comma-separated names of layers."""
-    names = tuple(filter(None, (name.strip() for name in text.split(","))))
-    if not names:
-        raise HfCkptError("must be names of layers, as q_proj,v_proj, or all-linear")
+    names = tuple(name.strip() for name in text.split(","))
     return "all-linear" if names == ("all-linear",) else names
 
 
@@ -74,7 +69,6 @@ def _tokens(text: str | int) -> int | str:
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
-_CHUNKS = "auto: the plan may run it in chunks of tokens; or tokens a chunk"
 _USUAL = "default: bfloat16 with --trainer or --load-in-4bit, else none"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
@@ -85,7 +79,7 @@ class Question:
     """A training, and the device and the budget that it is planned for.
 
     Raises `HfCkptError` for a number below 1, for a value that is not one of a field's choices, for incompatible
-    values, for more than `MOST_TOKENS` in a micro-step, and for an invalid device, budget, size or number of tokens.
+    values, and for an invalid device, budget, size or number of tokens.
     """
 
     model: str = _field("", "preset (such as llama-3.1-8b or t5-3b), folder, hub id or config.json", label="Model")
@@ -94,7 +88,6 @@ class Question:
     target_tokens: int | None = _number(None, "tokens a target sequence (T5; default: as --seq)", option="target_seq")
     images: int = _number(0, "images a sequence, whose tokens --seq includes; vision models take one without it")
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)")
-    seconds: float = _field(10.0, "seconds of speech a sequence, for models that take samples", read=float)
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
     lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
@@ -112,7 +105,7 @@ class Question:
     ranks: int = _number(1, "processes, with a device each", label="Ranks")
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
-    head: int | str = _field("full", f"head: {_CHUNKS}", read=_tokens, label="Head")
+    head: int | str = _field("full", "head in chunks: auto, or tokens of a chunk", read=_tokens, label="Head")
     device: str | None = _field(None, _DEVICES, read=lambda text: device_named(text).name, metavar="NAME", label="Card")
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget")
     host_budget: int | None = _field(None, "host memory for offloading", read=parse_bytes, label="Host memory")
@@ -125,12 +118,9 @@ class Question:
         for name, field in FIELDS.items():
             value = getattr(self, name)
             if value != field.default and about(field).choices and value not in about(field).choices:
-                choices = ", ".join(about(field).choices)
-                raise HfCkptError(f"{name} must be one of {choices}, but is {value!r} instead.")
+                raise HfCkptError(f"{name} must be one of {', '.join(about(field).choices)}, but is {value!r} instead.")
             if value != field.default and about(field).read is parse_count and value < 1:
                 raise HfCkptError(f"{name} must be at least 1, but is {value} instead.")
-        if not 0 <= self.lora_dropout <= 1:
-            raise HfCkptError(f"lora_dropout must be between 0 and 1, but is {self.lora_dropout} instead.")
         if self.load_in_4bit and self.lora is None:
             raise HfCkptError("a base in 4 bits stays frozen: give the rank of adapters to train (lora).")
         if self.load_in_4bit and self.sharded:
@@ -139,9 +129,6 @@ class Question:
             raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
         if self.sharded and self.head != "full":
             raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave head out.")
-        tokens = self.rows * max(self.tokens, self.target_tokens or 0)
-        if tokens > MOST_TOKENS:
-            raise HfCkptError(f"a micro-step may have {MOST_TOKENS} tokens at most, but has {tokens}.")
 
     @property
     def prepared(self) -> bool:
@@ -173,12 +160,6 @@ class Question:
         """Sequences of a micro-step and their tokens; packed ones are one row."""
         return (1, self.rows * self.tokens) if self.packing else (self.rows, self.tokens)
 
-    @property
-    def reference(self) -> str | None:
-        """What DPO's reference is, `adapters-off` or a second `model`; None for other trainers."""
-        kind = "model" if self.lora is None else "adapters-off"
-        return kind if self.trainer == "dpo" else None
-
 
 FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 """Every field of a question by its name."""
@@ -190,9 +171,7 @@ def question(fields: Mapping[str, Any]) -> Question:
     """Create a question from these fields. Raises `HfCkptError` without a model, and for an unknown field."""
     for name in fields:
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": use {', '.join(FIELDS)}."
-            raise HfCkptError(f"{name!r} cannot be asked{hint}")
+            raise HfCkptError(f"{name!r} cannot be asked: use {', '.join(FIELDS)}.")
     if not fields.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
     for name in ("budget", "host_budget"):

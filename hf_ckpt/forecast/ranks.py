@@ -26,29 +26,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
-from hf_ckpt.costs.costs import CallCosts, Costs, Static
+from hf_ckpt.costs.costs import CallCosts, Costs
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.batches import DTYPES
-from hf_ckpt.forecast.model import ShallowModel, Tensors
+from hf_ckpt.forecast.model import ShallowModel, TensorSize
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.spec.actions import FULL
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gathered:
-    """Bytes of parameters that are gathered together, and of their gradients, which are reduced together."""
+class _Bytes:
+    """Bytes of parameters that are gathered together, or of their gradients, which are reduced together."""
 
     whole: int = 0
-    """The unsharded parameters, in their compute type."""
+    """Unsharded, in their compute type."""
+    shards: int = 0
+    """This rank's shards, in the type of the weights."""
     cast: int = 0
-    """A copy of this rank's parameter shards in that type, while it is sent; 0 if no copy is needed."""
-    sent: int = 0
-    """The unsharded gradients."""
-    kept: int = 0
-    """This rank's gradient shards, which are kept until the optimizer's step."""
-    summed: int = 0
-    """This rank's gradient shards in the type of the reduction, temporarily; 0 if they are kept in that type."""
+    """A copy of these in the compute type, while it is sent or received; 0 if both types are the same."""
+
+    @property
+    def reducing(self) -> int:
+        """Most bytes while these gradients are reduced: they are copied to be sent, then shards arrive."""
+        return self.whole + max(self.whole, self.shards + self.cast)
 
 
 class Sharding:
@@ -60,79 +62,70 @@ class Sharding:
     """
 
     def __init__(self, model: ShallowModel, training: Question) -> None:
-        self.ranks, self.element_bytes = training.ranks, DTYPES[training.dtype].itemsize
-        """Bytes of an element of the shards."""
-        self._accumulated = training.accumulation > 1
-        names = [block.name for stack in model.stacks for block in stack.blocks]
-        self._blocks = dict(zip(names, map(self._gathered, model.inside), strict=True))
-        self._outside = self._gathered(model.outside)
-        self._elements = sum(math.prod(shape) for shape, *_ in model.tensors)
+        self._training = training
+        self._outside = self._bytes_of(model.outside)
+        self._outside_gradients = self._gradients_of(model.outside)
+        names = [block.name for block in model.likes]
+        self._blocks = dict(zip(names, map(self._bytes_of, model.inside), strict=True))
+        self._gradients = dict(zip(names, map(self._gradients_of, model.inside), strict=True))
         self._buffer = max(block.whole for block in self._blocks.values())
-        self._above = max(0, self._outside.whole - self._buffer)
-        """By how many bytes the buffer is larger while it gathers the parameters outside the blocks."""
-        self._sent = max(block.sent for block in self._blocks.values())
+        self._sent = max(gradients.whole for gradients in self._gradients.values())
 
-    def _gathered(self, tensors: Tensors) -> _Gathered:
-        rows = [(0, 0, 0, 0, 0)]
-        for shape, size, trained in tensors:
-            part = -(-math.prod(shape) // self.ranks)
-            whole, cast = part * self.ranks * size, part * size if size != self.element_bytes else 0
-            rows.append((whole, cast, *((whole, part * self.element_bytes, cast) if trained else (0, 0, 0))))
-        return _Gathered(*map(sum, zip(*rows, strict=True)))
-
-    def _static(self, static: Static) -> Static:
-        """What is alive on a rank at every moment, from that of the unsharded model whose optimizer has all shards."""
-        return dataclasses.replace(
-            static,
-            parameters=-(-self._elements // self.ranks) * self.element_bytes,
-            optimizer=-(-static.optimizer // self.ranks),
-            gradients=self._outside.kept + sum(block.kept for block in self._blocks.values()),
-            buffers=static.buffers + self._outside.whole + self._buffer,
+    def _bytes_of(self, tensors: Iterable[TensorSize]) -> _Bytes:
+        ranks = self._training.ranks
+        shard_element = DTYPES[self._training.dtype].itemsize
+        sizes = [(-(-math.prod(shape) // ranks), element) for shape, element, _ in tensors]  # of a rank's part
+        return _Bytes(
+            whole=sum(elements * ranks * element for elements, element in sizes),
+            shards=sum(elements * shard_element for elements, _ in sizes),
+            cast=sum(elements * element for elements, element in sizes if element != shard_element),
         )
+
+    def _gradients_of(self, tensors: Iterable[TensorSize]) -> _Bytes:
+        return self._bytes_of(tensor for tensor in tensors if tensor[2])
 
     def costs(self, costs: Costs) -> Costs:
-        """The costs on a rank, from those of the unsharded model."""
+        """The costs on a rank, from those of the unsharded model whose optimizer has all shards."""
         outside = self._outside
-        above = self._above
-        first = self._blocks[costs.calls[0].block.name].whole
-        before = dataclasses.replace(
-            costs.before,
-            peak=max(above + outside.cast, costs.before.peak + above, costs.before.net + above + 2 * first),
+        static = dataclasses.replace(
+            costs.static,
+            parameters=outside.shards + sum(block.shards for block in self._blocks.values()),
+            optimizer=-(-costs.static.optimizer // self._training.ranks),
+            gradients=self._outside_gradients.shards + sum(block.shards for block in self._gradients.values()),
+            buffers=costs.static.buffers + outside.whole + self._buffer,
         )
-        last = max(place for place, call in enumerate(costs.calls) if FULL in call.costs)
-        calls = tuple(self._call(call, is_last=place == last) for place, call in enumerate(costs.calls))
+        above = max(0, outside.whole - self._buffer)  # while the buffer gathers the parameters outside the blocks
+        before = costs.before
+        first = 2 * self._blocks[costs.calls[0].block.name].whole
+        peak = max(above + outside.cast, before.peak + above, before.net + above + first)
+        before = dataclasses.replace(before, peak=peak)
         forward, backward = costs.head
         # Before the head's backward, parameters outside the blocks are gathered again if they were freed.
         backward = dataclasses.replace(backward, peak=max(above + outside.cast, backward.peak))
-        static = self._static(costs.static)
-        return dataclasses.replace(costs, before=before, calls=calls, head=(forward, backward), static=static)
+        last = max(place for place, call in enumerate(costs.calls) if FULL in call.costs)
+        calls = [self._call(call, is_last=place == last) for place, call in enumerate(costs.calls)]
+        return dataclasses.replace(costs, static=static, before=before, calls=tuple(calls), head=(forward, backward))
 
     def _call(self, call: CallCosts, *, is_last: bool) -> CallCosts:
-        """What a call costs on a rank. After the backward of the last one, the gradients outside the blocks are
-        reduced."""
+        """What a call costs on a rank. After the last one's backward, the gradients outside the blocks are reduced."""
         block = self._blocks[call.block.name]
-        outside = self._outside
+        gradients = self._gradients[call.block.name]
+        # Under accumulation, gradients of the unsharded model are alive before its backward, and none arrive.
+        arriving = _Bytes() if self._training.accumulation > 1 else gradients
+        outside = self._outside_gradients if is_last else _Bytes()
         costs = {}
         for action, cost in call.costs.items():
             forward = dataclasses.replace(cost.forward, peak=max(2 * block.whole, cost.forward.peak + block.whole))
-            backward = self._backward(cost.backward, block) if FULL in call.costs else cost.backward
-            if is_last:
-                left = backward.net
-                most = max(left + 2 * outside.sent, left + outside.sent + outside.kept + outside.summed)
-                backward = dataclasses.replace(backward, peak=max(backward.peak, most))
+            backward = cost.backward
+            if FULL in call.costs:
+                gathered = block.whole + self._sent
+                left = backward.net - arriving.whole
+                net = left + arriving.shards
+                work = backward.peak - arriving.whole + gradients.whole
+                peak = max(gathered + max(block.cast, work), left + gradients.reducing, net + outside.reducing)
+                backward = Part(peak, net, backward.nanoseconds)
             costs[action] = dataclasses.replace(cost, forward=forward, backward=backward)
         gradient_bytes = call.gradient_bytes
-        if FULL in call.costs and not self._accumulated:
-            gradient_bytes += block.kept - block.sent
+        if FULL in call.costs:
+            gradient_bytes += arriving.shards - arriving.whole
         return dataclasses.replace(call, costs=costs, gradient_bytes=gradient_bytes)
-
-    def _backward(self, part: Part, block: _Gathered) -> Part:
-        gradients, kept = (0, 0) if self._accumulated else (block.sent, block.kept)
-        left = part.net - gradients
-        peak = max(
-            block.whole + self._sent + block.cast,
-            part.peak + block.whole + self._sent + block.sent - gradients,
-            left + 2 * block.sent,
-            left + block.sent + block.kept + block.summed,
-        )
-        return Part(peak, left + kept, part.nanoseconds)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -29,16 +28,13 @@ from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
-from hf_ckpt.forecast.question import OF_THE_PLAN, Question
+from hf_ckpt.forecast.question import Question
 from hf_ckpt.forecast.ranks import Sharding
 from hf_ckpt.measure.fakes import FakeMeter
-from hf_ckpt.measure.levels import Levels, part_of, step_of
+from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, candidates
 from hf_ckpt.spec.plan import Plan
-
-TRIED = tuple(action for action in candidates() if action not in (FULL, FULL_SELECTIVE))
-"""The actions that trials show, from which the others follow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +42,6 @@ class _Measured:
     """One measured step of the shallow model. Blocks go by their names in it."""
 
     step: Step
-    reference: float
-    """Time of the pass without gradients, which is part of the head's, as a multiple of that of the model's forward."""
     chunks_help: bool
     """See `Boundaries.chunks_help`."""
 
@@ -64,32 +58,33 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
     """
     with model.fake:
         batch = micro_step(training, model.base).batch
-    whole = _measure(model, training, device, None, training.head)
+    whole = _measure(model, training, device, None)
     step = whole.step
-    for action in TRIED:  # the head does not change what blocks cost
-        step = step.with_trials(_measure(model, training, device, action, "full").step)
-    found = find_blocks(model.base)
-    blocks = {block.name: block for block in found.blocks}
-    trials = {
-        call.name: {KEEP: call.under_full()} if call.backward is None else _trials_of(call) for call in step.calls
-    }
+    plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
+    for action in candidates():
+        if action not in (FULL, FULL_SELECTIVE):  # what these cost follows from others
+            step = step.with_trials(_measure(model, plain, device, action).step)
+    all_blocks = find_blocks(model.base)
+    blocks = {block.name: block for block in all_blocks.blocks}
+    trials = {call.name: _trials_of(call) for call in step.calls}
     shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], trials, candidates())
     calls = _at_real_depth(model, shallow.calls)
     forward, backward = shallow.head
-    deeper = _forward_nanoseconds(calls) - _forward_nanoseconds(shallow.calls)
-    spent = forward.nanoseconds + round(whole.reference * deeper)
-    static = _static(model, training, batch, device)
+    spent = forward.nanoseconds
+    if training.trainer == "dpo":  # the pass of the reference is part of the head's, and goes through all blocks
+        spent += _forward_nanoseconds(calls) - _forward_nanoseconds(shallow.calls)
+    static = _static(model, training, batch)
     costs = dataclasses.replace(
         shallow,
         calls=calls,
         head=(dataclasses.replace(forward, nanoseconds=spent), backward),
         static=static,
-        family=found.family,
-        model=found.model,
+        family=all_blocks.family,
+        model=all_blocks.model,
         tokens=training.rows * max(training.tokens, training.target_tokens or 0) if "input_ids" in batch else 0,
         sequences=training.batch,
         has_host=device.host_bandwidth > 0,
-        blocks=tuple(block for stack in model.stacks for block in stack.blocks),
+        blocks=tuple(model.likes),
         accumulation=training.accumulation,
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
         head_tokens=training.head,
@@ -112,36 +107,35 @@ def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[Cal
     Each costs what the call of the block does that stands for it in the shallow model.
     """
     by_name = {call.block.name: call for call in calls}
-    stacks = {stack.container: stack for stack in model.stacks}
-    deep = []
-    for container in dict.fromkeys(name.rpartition(".")[0] for name in by_name):
-        for block, position in zip(stacks[container].blocks, stacks[container].like, strict=True):
-            like = by_name.get(f"{container}.{position}")
-            if like is not None:
-                deep.append(dataclasses.replace(like, block=block))
-    return tuple(deep)
+    order = [by_name[name].block.stack for name in by_name]
+    likes = [(block, by_name[name]) for block, name in model.likes.items() if name in by_name]
+    likes.sort(key=lambda pair: order.index(pair[0].stack))
+    return tuple(dataclasses.replace(call, block=block) for block, call in likes)
 
 
 def _forward_nanoseconds(calls: Iterable[CallCosts]) -> int:
     return sum(next(iter(call.costs.values())).forward.nanoseconds for call in calls)
 
 
-def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any], device: Device) -> Static:
+def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -> Static:
     """What is alive at every moment, before weights are split over ranks."""
-    size = DTYPES[training.dtype].itemsize  # of shards, which have the type of the weights
-    tensors = [(shape, size if training.sharded else own, trained) for shape, own, trained in model.tensors]
-    state, temporary = optimizer_bytes(tensors, training.optimizer, on_cpu=device.name == "cpu")
+    tensors = model.tensors
+    if training.sharded:  # shards have the type of the weights
+        element_bytes = DTYPES[training.dtype].itemsize
+        tensors = tuple((shape, element_bytes, trained) for shape, _, trained in tensors)
+    state, temporary = optimizer_bytes(tensors, training.optimizer)
     # A second model as large as the first, with a copy in autocast's type that is alive during the forward.
-    reference = nbytes(model.tensors) if training.reference == "model" else 0
+    reference = nbytes(model.tensors) if training.trainer == "dpo" and training.lora is None else 0
     if reference and training.autocast_name:
-        copied = DTYPES[training.autocast_name].itemsize
-        reference += sum(math.prod(shape) * copied for shape, own, _ in model.tensors if own > 2)
+        reference += nbytes((shape, 2, trained) for shape, element, trained in model.tensors if element > 2)
+    gradients = nbytes(tensor for tensor in model.tensors if tensor[2])
+    copies = gradients if training.ranks > 1 and not training.sharded else 0  # in buckets of DDP
     batch_bytes = sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
     return Static(
         parameters=nbytes(model.tensors) + reference,
         optimizer=state,
-        gradients=nbytes(tensor for tensor in model.tensors if tensor[2]),
-        buffers=model.buffer_bytes + batch_bytes,
+        gradients=gradients,
+        buffers=sum(buffer.nbytes for buffer in model.base.buffers()) + batch_bytes + copies,
         step_bytes=temporary,
     )
 
@@ -149,17 +143,15 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any], d
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(
-    model: ShallowModel, training: Question, device: Device, tried: Action | None, head: int | str
-) -> _Measured:
+def _measure(model: ShallowModel, training: Question, device: Device, tried: Action | None) -> _Measured:
     """Measure one micro-step of the shallow model under `full`, with trials of an action, or of none; once for each."""
-    key = dataclasses.replace(training, **OF_THE_PLAN, optimizer="adamw"), device, tried, head
+    key = dataclasses.replace(training, budget=None, host_budget=None, optimizer="adamw"), device, tried
     if key in model.measured:
-        found: _Measured = model.measured[key]
-        return found
+        measured: _Measured = model.measured[key]
+        return measured
     base = model.base.train()
     blocks = find_blocks(base)
-    plan = Plan(blocks.family, blocks.model, tuple((block, FULL) for block in blocks.blocks), head=head)
+    plan = Plan(blocks.family, blocks.model, tuple((block, FULL) for block in blocks.blocks), head=training.head)
     try:
         # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
@@ -193,48 +185,33 @@ def _run(
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     padded = training.padded or (training.packing and not training.attention.startswith("flash_attention"))
     meter = FakeMeter(device.nanoseconds, model, step.batch, padded=padded, casts=device.name == "cpu")
-    levels = Levels(meter, meter)
+    marks = Levels(meter, meter)
     autocast = DTYPES[training.autocast_name] if training.autocast_name else None
     with contextlib.ExitStack() as cleanup:
-        boundaries = Boundaries(record.blocks, levels.mark, head=vocabulary_head(model))
+        boundaries = Boundaries(record.blocks, marks.mark, head=vocabulary_head(model))
         cleanup.callback(boundaries.remove)
-        record.begin_trials(tries, levels.mark)
+        record.begin_trials(tries, marks.mark)
         if step.forward is not None:
-            vars(model)["forward"] = step.forward
-            cleanup.callback(vars(model).pop, "forward")
+            cleanup.enter_context(mock.patch.object(model, "forward", step.forward))
         with meter:
-            levels.mark("begin")
+            marks.mark("begin")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-                loss = _loss(model, training, step, levels.mark)
-            levels.mark("returned")
+                loss = _loss(model, training, step)
+            marks.mark("returned")
             loss.backward()  # type: ignore[no-untyped-call]
-    return _measured(levels, type(model).__name__, boundaries.chunks_help)
+    levels = marks.levels()
+    measured = step_of(levels)
+    if measured is None:
+        raise HfCkptError(f"no block of {type(model).__name__} has a backward of its own: {NO_PLAN}")
+    if any(call for _, call in measured.names):
+        raise HfCkptError(f"a step of {type(model).__name__} calls its blocks several times: {NO_PLAN}")
+    return _Measured(measured, boundaries.chunks_help)
 
 
-def _loss(model: nn.Module, training: Question, step: MicroStep, mark: Callable[[str], None]) -> torch.Tensor:
+def _loss(model: nn.Module, training: Question, step: MicroStep) -> torch.Tensor:
     """The loss. As in a Trainer, the outputs are freed before the backward."""
     outputs = model(**step.batch)
-    mark("outputs")
-    held = None
-    if training.reference is not None:
-        off = compat.peft.adapters_off(model) if training.reference == "adapters-off" else contextlib.nullcontext()
-        with torch.no_grad(), off:
-            held = model(**step.batch)
-    mark("reference")
-    loss: torch.Tensor = step.loss(outputs) if step.loss is not None else outputs.loss
-    del held
-    return loss
-
-
-def _measured(marks: Levels, model: str, chunks_help: bool) -> _Measured:
-    """What the marks of a step show. Raises `HfCkptError` if it cannot be planned for."""
-    levels = marks.levels()
-    step = step_of(levels)
-    if step is None:
-        raise HfCkptError(f"no block of {model} has a backward of its own: {NO_PLAN}")
-    if any(call for _, call in step.names):
-        raise HfCkptError(f"a step of {model} calls its blocks several times: {NO_PLAN}")
-    whats = [level.what for level in levels]
-    forward_nanoseconds = part_of(levels, 0, whats.index("outputs")).nanoseconds
-    ratio = levels[whats.index("reference")].nanoseconds / max(1, forward_nanoseconds)
-    return _Measured(step, ratio, chunks_help)
+    if training.trainer == "dpo":  # the reference is the model without adapters, or as large as the model
+        with torch.no_grad(), compat.peft.adapters_off(model):
+            reference = model(**step.batch)  # noqa: F841  # alive while the loss is computed
+    return step.loss(outputs)

@@ -55,43 +55,27 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
             storage = result.untyped_storage()
             self._sources[storage._cdata] = self._source(args[0])
             weakref.finalize(storage, self._sources.pop, storage._cdata, None).atexit = False
-        made = list(tensors_in(result))
-        new = [self._count(value) for value in made]
-        if any(new) or func._schema.is_mutable:
-            self._nanoseconds += self._time_of(func, args, kwargs, result, made)
+        is_new = [self._count(tensor) for tensor in tensors_in(result)]
+        if any(is_new) or func._schema.is_mutable:
+            self._nanoseconds += self._time_of(func, args, kwargs, result)
         return result
 
     def _source(self, tensor: torch.Tensor) -> int:
         key: int = tensor.untyped_storage()._cdata
         return self._sources.get(key, key)
 
-    def _time_of(self, func: Any, args: Any, kwargs: Any, result: Any, made: list[torch.Tensor]) -> int:
-        read = tensors_in((args, tuple(kwargs.values())))
-        moved = sum(value.nbytes for value in {id(value): value for value in (*read, *made)}.values())
+    def _time_of(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        tensors = {id(tensor): tensor for tensor in tensors_in((args, tuple(kwargs.values()), result))}
+        moved = sum(tensor.nbytes for tensor in tensors.values())
         count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-        floating = [value for value in made if value.is_floating_point()]
+        floating = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
         size = max(floating, key=torch.Tensor.numel).element_size() if floating else 2  # statistics may be float32
         return self._price(flops, moved, size)
 
 
 FakeMeter.__torch_dispatch__ = inspect.unwrap(FakeMeter.__torch_dispatch__)  # type: ignore[method-assign]
 """Without torch's wrapper for dynamo, which does not run on fake tensors: it costs a tenth of the time."""
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Operations of an attention kernel: two products with scores of [batch, heads, queries, keys].
-
-    Shapes of its arguments are [batch, heads, tokens, size of a head].
-    """
-    batch, heads, queries, size = query.shape
-    return int(2 * batch * heads * queries * key.shape[2] * (size + value.shape[3]))
-
-
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Operations of its backward, five products: the scores, and the gradients of values, weights, queries and keys."""
-    batch, heads, queries, size = query.shape
-    return int(2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3]))
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
@@ -102,10 +86,16 @@ def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * a.numel() * b.shape[-1] if a.dim() == 2 else 2 * b.numel() * a.shape[-2])
 
 
+# Attention kernels take [batch, heads, tokens, size of a head] and have scores of [batch, heads, queries, keys].
+# The forward computes two products: the scores, and the sums of values. The backward computes five: the scores, and the
+# gradients of values, weights, queries and keys. On a CPU, heads of queries, keys and values have the same size.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
-    torch.ops.aten._int_mm.default: lambda a, b, *args, **kwargs: int(2 * a.shape[0] * a.shape[1] * b.shape[1]),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        lambda query, key, *args, **kwargs: 2 * 2 * query.numel() * key.shape[2]
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        lambda gradient, query, key, *args, **kwargs: 5 * 2 * query.numel() * key.shape[2]
+    ),
     torch.ops.aten._grouped_mm.default: _grouped_flops,
 }
 """Operations that torch's `flop_registry` does not count."""

@@ -16,7 +16,7 @@ from hf_ckpt.models.tiny import tiny_model
 WORDS = (
     ("--help", ""),
     ("plan gpt2 --device abacus", "--device: 'abacus' is not a known device: use h200, h100"),
-    ("plan gpt2 --device 24GiB", "or give its memory by --budget, such as 24GiB"),
+    ("plan gpt2 --device 24GiB", "or its memory as --budget 24GiB"),
     ("plan gpt2 --optimizer adamv", "invalid choice: 'adamv' (choose from"),
     ("plan gpt2 --budget 20", "a size needs a unit, but is '20' instead; did you mean '20GiB'?"),
     ("plan gpt2 --devise 4090", "unrecognized arguments: --devise 4090"),

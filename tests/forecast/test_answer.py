@@ -150,21 +150,18 @@ def changed(options, others):
     [
         (". --batch 4 --seq 128 --packing --lora 8 --optimizer adafactor --device 4090 --budget 3MiB", "--host-budget"),
         (". --batch 4 --seq 128 --device a10 --budget 1150KiB", "--batch"),
-        pytest.param("mini-gpt2 --batch 4 --seq 128 --device a10 --budget 60MiB", " + ", marks=pytest.mark.long),
     ],
 )
 def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, capsys):
-    """If no change is enough, as few as needed come together."""
     forecast = Forecaster(question(asked_of(_parser().parse_args(["plan", *options.split()])))).answer()
     print_forecast(forecast, make_console())
     printed = capsys.readouterr().out
     headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
-    headings = ["Fits: ", "faster with --host-budget "] if forecast.fits else headings
+    headings = ["Fits: ", "ways to train it", "plan with host memory"] if forecast.fits else headings
     assert [printed.index(heading) for heading in headings] == sorted(printed.index(heading) for heading in headings)
-    row = next(row for row in forecast.rows if part in row.options or part in row.name)
+    row = next(row for row in forecast.rows if part in row.options)
     again = plan(changed(options, row.options))["rows"][0]
     assert (again["peak_bytes"], again["step_seconds"]) == (row.peak_bytes, row.step_seconds)
-    assert forecast.fits or json.dumps(again["spec"]) in printed
     if part == "--batch":  # the largest divisor that fits
         assert row.options == "--batch 1 --accum 4"
         with pytest.raises(InfeasibleError):
@@ -237,7 +234,7 @@ def test_a_live_model_and_its_config_are_one_training(family, lora):
     sizes = BATCH | ({"target_tokens": 64} if family == "t5" else {})
     live = hf_ckpt.predict(without_state(model), **sizes, **TINY)
     config = hf_ckpt.find_blocks(model).base.config
-    config.architectures = [live.workload.model]
+    config.architectures = [live.plan.model]
     sizes |= {"dtype": "float32", "attention": config._attn_implementation, "lora": lora}
     by_config = hf_ckpt.predict(config, **sizes, **TINY)
     assert [block for block, _ in live.plan.actions] == [*hf_ckpt.find_blocks(model).blocks]
@@ -256,14 +253,11 @@ def test_the_reference_pass_of_dpo_takes_time():
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")
-@pytest.mark.parametrize("prepared", [True, False])
-def test_experts_that_keep_their_bits_are_told(prepared):
-    """A note says that experts are stacked weights, which bitsandbytes does not quantise and PEFT casts to float32."""
+def test_experts_that_keep_their_bits_are_told():
+    """A note says that experts are stacked weights, which bitsandbytes does not quantise."""
     shape = {"hidden_size": 64, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"num_hidden_layers": 2, "vocab_size": 64}
     config = transformers.MixtralConfig(**shape, architectures=["MixtralForCausalLM"])
-    asked = {"lora": 4, "lora_targets": ("q_proj",), "load_in_4bit": True, "kbit_preparation": prepared}
+    asked = {"lora": 4, "lora_targets": ("q_proj",), "load_in_4bit": True}
     notes = hf_ckpt.predict(config, tokens=64, device="t4", **asked).notes
-    assert any(note.startswith("MixtralForCausalLM is of no known family") for note in notes)
-    experts = next(note for note in notes if " of the weights are stacked experts" in note)
-    assert ("--no-kbit-preparation leaves them in 16 bits" in experts) == prepared
+    assert any(" of weights are stacked experts" in note for note in notes)

@@ -1,5 +1,6 @@
 """Shallow models on fake tensors: they describe the model of a config, or a live one, and change nothing of it."""
 
+import collections
 import contextlib
 import math
 import types
@@ -9,14 +10,13 @@ import torch
 import transformers
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, step
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.batches import micro_step
+from hf_ckpt.forecast.batches import _mean_square, micro_step
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.question import Question
@@ -37,6 +37,11 @@ PRESETS = {
 """Name -> (millions of parameters, blocks per stack)."""
 
 
+def depths_of(model):
+    """For each stack of the real model, its number of blocks."""
+    return [*collections.Counter(block.stack for block in model.likes).values()]
+
+
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +54,7 @@ def test_presets_have_their_known_sizes_and_need_no_memory(name):
     assert [type(model.base).__name__] == load_config(name).architectures
     assert elements == pytest.approx(millions * 1e6, rel=0.01)
     assert nbytes(model.tensors) == 2 * elements  # bfloat16
-    assert [len(stack.blocks) for stack in model.stacks] == depths
+    assert depths_of(model) == depths
     assert all(isinstance(parameter.data, FakeTensor) for parameter in model.base.parameters())
     assert len(find_blocks(model.base).blocks) == 4 * len(depths)
 
@@ -93,7 +98,6 @@ TASKS = [
     ("llama", "LlamaModel", {}),
     ("gpt2", "GPT2ForTokenClassification", {"labels": (3, 16)}),
     ("bert", "BertForMaskedLM", {"labels": (3, 16)}),
-    ("bert", "BertForMultipleChoice", {"input_ids": (3, 1, 16), "attention_mask": (3, 1, 16), "labels": (3,)}),
     ("bert", "BertForNextSentencePrediction", {"labels": (3,)}),
     ("bert", "BertForQuestionAnswering", {}),
     ("t5", None, {"labels": (3, 5)}),
@@ -111,7 +115,7 @@ def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
     batch = micro_step(workload, model_of_workload(workload, config).base)
     expected = {"input_ids": (3, 16), "attention_mask": (3, 16), **shapes}
     assert {name: tuple(value.shape) for name, value in batch.batch.items()} == expected
-    assert (batch.loss is None) == ("labels" in expected)
+    assert (batch.loss is _mean_square) == ("labels" not in expected)
     forecast = hf_ckpt.predict(config, 3, device="cpu", **sizes)
     assert forecast.plan.model == config.architectures[0]
     assert forecast.tokens_per_second * forecast.step_seconds == pytest.approx(48)
@@ -122,8 +126,9 @@ def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
 
 def kinds_of(model):
     """For each block of the real model, which block of the shallow one stands for it."""
-    (stack,) = model_of_workload(Question("tiny"), live=model).stacks
-    return [stack.like.index(position) for position in stack.like]
+    likes = model_of_workload(Question("tiny", architecture=type(model).__name__), model.config).likes
+    names = [*likes.values()]
+    return [names.index(name) for name in names]
 
 
 GEMMA = {"num_hidden_layers": 9, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -132,15 +137,8 @@ GEMMA = {"num_hidden_layers": 9, "hidden_size": 32, "num_attention_heads": 4, "n
 def test_blocks_stand_for_blocks_of_their_kind():
     model = tiny_model("llama", layers=9)
     assert kinds_of(model) == [0, 1, 2, 2, 2, 2, 2, 2, 8]
-    layers = model.model.layers
-    layers[3].mlp.up_proj.weight.requires_grad_(False)
-    layers[4].to(torch.bfloat16)
-    assert kinds_of(model) == [0, 1, 2, 3, 4, 2, 2, 2, 8]
     config = transformers.Gemma2Config(vocab_size=64, intermediate_size=64, sliding_window=8, **GEMMA)
     assert kinds_of(transformers.Gemma2ForCausalLM(config)) == [0, 1, 2, 3, 4, 3, 4, 3, 8]
-    adapters = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[2, 4])
-    # Blocks below the first adapter are frozen; those above it are not, because the backward passes through them.
-    assert kinds_of(get_peft_model(tiny_model("llama", layers=7), adapters)) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def everything_about(model):
@@ -182,22 +180,53 @@ def test_a_depth_that_the_config_computes_is_not_set():
     small = {"hidden_size": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
     config = transformers.ProphetNetConfig(num_encoder_layers=6, num_decoder_layers=7, **small)
     model = model_of_workload(Question("prophetnet", architecture="ProphetNetForConditionalGeneration"), config)
-    assert [len(stack.blocks) for stack in model.stacks] == [6, 7]
+    assert depths_of(model) == [6, 7]
     encoder, decoder = (owner.config for owner in find_blocks(model.base).owners)
     assert (encoder.num_encoder_layers, decoder.num_decoder_layers) == (4, 4)
 
 
-def test_live_models_that_cannot_be_planned_for_are_refused():
-    changed, mapped = tiny_model("llama"), tiny_model("llama")
-    changed.model.layers[1].mlp.up_proj = nn.Linear(32, 96)
-    mapped.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
-    for model, said in (
-        (changed, r"do not say that it has model\.layers\.1\.mlp\.up_proj\.weight of shape \[96, 32\]"),
-        (mapped, r"`device_map` keeps weights of model\.layers\.1"),
-        (ReadsItsLogits(tiny_model("llama").config), "how large its tensors are depends on their values"),
-    ):
-        with pytest.raises(HfCkptError, match=said):
-            hf_ckpt.predict(model, tokens=16, device="h100")
+def one_frozen(model):
+    """The model with one frozen weight."""
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    return model
+
+
+def one_narrow(model):
+    """The model with one block in another type."""
+    model.model.layers[1].to(torch.bfloat16)
+    return model
+
+
+REFUSED = {
+    "frozen": (
+        one_frozen,
+        r"^LlamaForCausalLM has [\d,]+ bytes of trainable parameters, but a model of its config, .* has \d",
+    ),
+    "two types": (one_narrow, " bytes of parameters, but a model of its config"),
+    "some adapters": (lambda model: adapted(model, layers_to_transform=[1]), " parameters, but a model of its config"),
+    "dora": (lambda model: adapted(model, use_dora=True), " parameters, but a model of its config"),
+    "no LoRA": (
+        lambda model: get_peft_model(model, IA3Config(task_type="CAUSAL_LM")),
+        "parameters, but a model of its",
+    ),
+    "reads values": (lambda model: ReadsItsLogits(model.config), "how large its tensors are depends on their values"),
+    "speech": (lambda model: transformers.Wav2Vec2ForCTC(SPEECH), "Wav2Vec2ForCTC takes input_values, and not text or"),
+}
+SPEECH = transformers.Wav2Vec2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+
+
+def adapted(model, **how):
+    """The model with LoRA on one kind of layers."""
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], **how))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_live_models_that_cannot_be_planned_for_are_refused(name, monkeypatch):
+    monkeypatch.setattr(transformers, "ReadsItsLogits", ReadsItsLogits, raising=False)
+    change, said = REFUSED[name]
+    with pytest.raises(HfCkptError, match=said) as raised:
+        hf_ckpt.predict(change(tiny_model("llama")), tokens=16, device="h100")
+    assert "work" in str(raised.value)
 
 
 # --- accelerators -----------------------------------------------------------------------------------------------------

@@ -23,18 +23,17 @@ REAL = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("on_cpu", [True, False], ids=["one after the other", "all at once"])
 @pytest.mark.parametrize("name", REAL)
-def test_state_and_step_are_those_of_real_optimizers(name, on_cpu, dtype):
+def test_state_and_step_are_those_of_real_optimizers(name, dtype):
     parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
-    optimizer = REAL[name](parameters, foreach=not on_cpu)
+    optimizer = REAL[name](parameters, foreach=True)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         held = {"parameters": parameters, "gradients": [parameter.grad for parameter in parameters]}
         with LiveBytes(optimizer, held) as live:
             optimizer.step()
-    state, temporary = optimizer_bytes([(shape, dtype.itemsize, True) for shape in SHAPES], name, on_cpu=on_cpu)
+    state, temporary = optimizer_bytes([(shape, dtype.itemsize, True) for shape in SHAPES], name)
     scalars = 4 * 3 * len(SHAPES)  # numbers of steps, and what is computed from them
     assert LiveBytes(optimizer).start_bytes == pytest.approx(state, abs=scalars)
     assert live.peak_bytes - live.start_bytes == pytest.approx(temporary, abs=scalars + 0.05 * temporary)
@@ -43,12 +42,12 @@ def test_state_and_step_are_those_of_real_optimizers(name, on_cpu, dtype):
 def test_8_bit_state_has_scales_and_small_parameters_have_none():
     large, small = math.prod((64, 128)), math.prod((32, 64))
     tensors = [((64, 128), 4, True), ((32, 64), 4, True), ((9, 9), 4, False)]
-    state, _ = optimizer_bytes(tensors, "lion_8bit", on_cpu=True)
+    state, _ = optimizer_bytes(tensors, "lion_8bit")
     assert state == large + 4 * large // 256 + 4 * small
 
 
 def test_every_row_is_complete():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sizes = {name: optimizer_bytes([((64, 128), 2, True)], name, on_cpu=False) for name in OPTIMIZERS}
+        sizes = {name: optimizer_bytes([((64, 128), 2, True)], name) for name in OPTIMIZERS}
     assert {name for name, (state, _) in sizes.items() if not state} == {"sgd"}

@@ -29,7 +29,8 @@ from helpers.processes import torchrun
 import hf_ckpt
 from hf_ckpt.costs.costs import Costs
 from hf_ckpt.forecast.forecast import Forecaster
-from hf_ckpt.forecast.question import question
+from hf_ckpt.forecast.model import describe_live
+from hf_ckpt.forecast.question import Question, question
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.spec.plan import Plan
 
@@ -90,10 +91,6 @@ EXPERTS = {**TEXT, "num_experts_per_tok": 2, "output_router_logits": True, "moe_
 T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_ff": 160, "d_kv": 16, "num_layers": 6, "num_decoder_layers": 5}
 T5 |= {"num_heads": 4, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 512}
-SPEECH = {"vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 6, "decoder_layers": 5}
-SPEECH |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 160, "decoder_ffn_dim": 160}
-SPEECH |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 2}
-SPEECH |= {"suppress_tokens": None, "begin_suppress_tokens": None, "max_source_positions": USUAL["tokens"]}
 LLAVA = {"text_config": {**TEXT, "model_type": "llama"}, "image_token_index": IMAGE_TOKEN, "vision_feature_layer": -1}
 LLAVA |= {"vision_config": {**TOWER, "model_type": "clip_vision_model", "projection_dim": 64}}
 AUTOCAST = {"dtype": "float32", "autocast": "bfloat16"}
@@ -128,8 +125,6 @@ ROWS = {
     "two kinds of layers": Training("Gemma2ForCausalLM", {**TEXT, "sliding_window": 64}),
     "images": Training("ViTForImageClassification", TOWER),
     "images in text": Training("LlavaForConditionalGeneration", LLAVA, {"images": 1, "tokens": 2 * IMAGE_TOKENS}),
-    "spectra": Training("WhisperForConditionalGeneration", SPEECH, {"target_tokens": 96}),
-    "waves": Training("Wav2Vec2ForCTC", {**TEXT, "layerdrop": 0.0}, {"seconds": 1}),
     "fsdp2": llama(ranks=2, parallel="fsdp2", autocast="none"),
     "fsdp2, mixed precision": llama(ranks=2, parallel="fsdp2", **AUTOCAST),
 }
@@ -154,7 +149,7 @@ def costs_of(name: str, folder: Path) -> Costs:
 
 
 def batch_of(training: Training) -> dict[str, torch.Tensor]:
-    """A random batch as the fields of the question describe it; images and speech have the sizes of the config."""
+    """A random batch as the fields of the question describe it; images have the size of the config."""
     model, tokens, rows = training.model, training["tokens"], training["batch"]
     rows *= 2 if training["trainer"] == "dpo" else 1
     ids = torch.randint(8, 280, (rows, tokens))
@@ -163,10 +158,6 @@ def batch_of(training: Training) -> dict[str, torch.Tensor]:
     pixels = noise(3, TOWER["image_size"], TOWER["image_size"])
     if model.startswith("ViT"):
         return {"pixel_values": pixels, "labels": labels[:, 0] % 2}
-    if model.startswith("Whisper"):
-        return {"input_features": noise(80, 2 * tokens), "labels": labels}
-    if model.startswith("Wav2Vec2"):
-        return {"input_values": noise(16000 * training["seconds"]), "labels": labels}
     if training["packing"]:  # position ids mark where a sequence begins
         places = torch.arange(tokens).repeat(rows)
         batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": places}
@@ -327,6 +318,16 @@ def test_predicted_peaks_are_those_of_real_steps(name, plan, folder):
 def test_the_head_in_chunks_is_advised_where_the_loss_calls_the_whole_head(name, helps, folder):
     """The trainers of TRL use its weight."""
     assert costs_of(name, folder).chunks_help == helps
+
+
+@pytest.mark.long
+def test_a_live_model_in_4_bits_is_what_its_row_says(folder):
+    _, described = describe_live(models_of("4 bits", folder)[0])
+    row = {**vars(Question("4 bits")), **ROWS["4 bits"].fields}
+    assert described.pop("architecture") == "LlamaForCausalLM"
+    assert {"q_proj", "down_proj"} < set(described.pop("lora_targets"))
+    assert described == {name: row[name] for name in described}
+    assert {"load_in_4bit", "double_quant", "kbit_preparation", "lora_dropout"} < described.keys()
 
 
 if __name__ == "__main__":

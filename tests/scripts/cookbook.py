@@ -77,7 +77,7 @@ def section(question: str, command: str, found: dict) -> str:
     lines += [f"note: {note}" for note in found["notes"]]
     for text in found["write"].values():
         lines += ["", text]
-    for row in [] if found["fits"] else found["rows"]:
+    for row in filter(lambda row: row["options"], found["rows"]):
         peak, speed = row["peak_bytes"] / 2**30, row["tokens_per_second"]
         lines += ["", f"{row['name']} ({row['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
         lines.append(f"gradient_checkpointing_kwargs: {json.dumps(row['spec'])}")
