@@ -258,7 +258,7 @@ class Installation:
     def begin_trials(self, tries: Mapping[str, Tries], mark: Mark) -> None:
         """From the next forward on, the recomputations of blocks under `full` try actions: block -> which."""
         for name, region in self.regions.items():
-            if isinstance(region, FullRegion) and name in tries:
+            if isinstance(region, FullRegion) and tries.get(name, Tries()) != Tries():
                 region.trials = self.functions.trials(name, tries[name], mark)
 
     def end_trials(self) -> None:

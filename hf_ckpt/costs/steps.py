@@ -87,8 +87,8 @@ class Call:
     trials: Mapping[Action, Trial] = dataclasses.field(default_factory=dict)
     """What it would keep and need under other actions."""
 
-    def under_full(self) -> Trial:
-        """What it keeps and needs as it ran: under `full`."""
+    def as_it_ran(self) -> Trial:
+        """What it keeps and needs as it ran, usually under `full`, beside what `full` keeps."""
         backward = self.backward or Part()
         return Trial(self.forward.peak, 0, 0, backward.peak, backward_nanoseconds=backward.nanoseconds)
 
@@ -97,7 +97,7 @@ class Call:
         assert trial.backward_peak is not None
         peak = max(trial.arrival + trial.forward_peak, trial.kept + trial.later + trial.backward_peak)
         spent = trial.forward_nanoseconds + trial.backward_nanoseconds
-        return dataclasses.replace(self.under_full(), backward_peak=peak, backward_nanoseconds=spent)
+        return dataclasses.replace(self.as_it_ran(), backward_peak=peak, backward_nanoseconds=spent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,16 @@ class Step:
         head = _scaled(self.head, factor)
         calls = _scaled(self.calls, factor)
         return dataclasses.replace(self, before=before, calls=calls, at_backward_bytes=begun, head=head)
+
+    def with_actions(self, other: Step, actions: Mapping[str, Action]) -> Step:
+        """The same step with what another step of the same batch has shown, whose blocks had these actions."""
+        calls = []
+        for call in other.calls:
+            full = self[call.name]
+            if call.name[0] in actions and full is not None and call.backward is not None:
+                trial = dataclasses.replace(call.as_it_ran(), kept=call.forward.net - full.forward.net)
+                calls.append(dataclasses.replace(call, trials={actions[call.name[0]]: trial}))
+        return self.with_trials(dataclasses.replace(other, calls=tuple(calls)))
 
     def with_trials(self, other: Step) -> Step:
         """The same step with what another step of the same batch has tried."""

@@ -1,4 +1,4 @@
-"""`full+tiles`: recompute the block as `full` does, and its feed-forward a few tokens at a time.
+"""`full+tiles`: recompute the block as `full+selective` does, and its feed-forward a few tokens at a time.
 
 In the backward of a block, most of the memory is what its feed-forward computes for all tokens. A feed-forward maps
 each token by itself. So it runs in tiles of tokens, and each tile is checkpointed inside of the block's checkpoint:
@@ -27,12 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from hf_ckpt import compat
 from hf_ckpt.engines.full import Counted, FullRegion
 from hf_ckpt.engines.head.chunks import autocast
+from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.seen import NO_TENSORS
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import TileError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, feed_forwards
+from hf_ckpt.spec.actions import SAVE_CLASSES
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +46,11 @@ ROUNDINGS = 8
 """The largest difference of a token's output between two runs, as a multiple of the precision of its type."""
 
 
-class TiledRegion(FullRegion):
+class TiledRegion(FullSelectiveRegion):
     """The checkpointing function of a block that is recomputed, and whose feed-forwards run in tiles.
+
+    The recomputation keeps of all else what `selective` keeps, and the inputs of the tiles as far as nothing rebuilds
+    them.
 
     Args:
         block: name of the block.
@@ -54,7 +59,7 @@ class TiledRegion(FullRegion):
     """
 
     def __init__(self, block: str, *, tile: int | str, **options: Any) -> None:
-        super().__init__(block, **options)
+        super().__init__(block, save=SAVE_CLASSES, **options)
         self.tile = tile
         self.options = options
         self.parts: dict[str, FullRegion] = {}
@@ -71,7 +76,7 @@ class TiledRegion(FullRegion):
             finally:
                 _running.region = before
 
-        return run
+        return super().inner(run)
 
     def run_in_tiles(self, name: str, module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
         """Run a feed-forward, which has the plain forward `forward`, on hidden states [..., tokens, hidden size]."""

@@ -157,10 +157,12 @@ def assumed_of(training: Question, model: str, device: Device, budget_bytes: int
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
     """The shortest spec with which a training makes this plan by itself, for the peak and host memory allowed."""
     head = {} if plan.head == "full" else {"head": plan.head}
+    tile = next((action.tile for _, action in plan.actions if action.tile is not None), None)
+    tiles = {} if tile is None else {"mlp": tile}
     if not head and all(action.kind == "keep" for _, action in plan.actions):
         return NONE
     host = {"host_budget": exact_size(host_budget)} if host_budget else {}
-    return {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head, **host}
+    return {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head, **tiles, **host}
 
 
 def to_write(training: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:

@@ -18,13 +18,20 @@ from hf_ckpt.forecast.model import ShallowModel, describe_live, model_of_workloa
 from hf_ckpt.forecast.question import FIELDS, OF_THE_PLAN, Question, on_device, question, words_of
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
-from hf_ckpt.planner.budgets import choice_within, frontier, plan_of, plan_within
+from hf_ckpt.planner.budgets import choice_within, frontier, plan_of
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
 
 USUAL = {"none": KEEP, "full": FULL}
 """The ways of transformers, with the action of every block."""
+
+SAVED = {"plan": "plan.json"}
+"""The spec of a plan that `--out plan.json` has saved."""
+NEEDS_PLAN = (
+    "a budget measures its first steps under `full`, which do not fit: save the plan with `--out plan.json`, or "
+    "`forecast.plan.save`, and train with it"
+)
 
 
 def predict(
@@ -127,7 +134,7 @@ class Forecaster:
         """Return the forecast whose plan has these costs and actions."""
         training = self.training
         plan = plan_of(costs, choice, limit, self.device.name)
-        row = self._row("this plan", plan, limit, spec=spec_of(plan, limit, training.host_budget))
+        row = self._row("this plan", plan, limit, spec=self._spec(costs, plan, limit, training))
         whole_head = self.costs_of(dataclasses.replace(training, head="full"))
         usual = {name: plan_of(whole_head, whole_head.uniform(action)) for name, action in USUAL.items()}
         moments = timeline(costs, choice)
@@ -142,7 +149,7 @@ class Forecaster:
             budget_bytes=limit,
             floor_bytes=min(self._frontier),
             parts={**parts, **dict(moving)},
-            notes=costs.notes,
+            notes=(*costs.notes, *([NEEDS_PLAN] if row.spec == SAVED else [])),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
             write=to_write(training, row.spec or {}, self._program),
@@ -169,13 +176,19 @@ class Forecaster:
                 continue
             try:
                 training = dataclasses.replace(self.training, **change)
-                plan = plan_within(self.candidates(training), self.budget)
+                costs, choice = choice_within(self.candidates(training), self.budget)
             except HfCkptError:
                 continue
             options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
-            spec = spec_of(plan, self.budget, training.host_budget)
+            plan = plan_of(costs, choice, self.budget)
+            spec = self._spec(costs, plan, self.budget, training)
             rows[name] = self._row(name, plan, self.budget, options, spec)
         return tuple(rows.values())
+
+    def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
+        """Return the spec to train with: a budget if the steps under `full`, which it measures, fit into the device."""
+        measured = timeline(costs, costs.uniform(FULL)).peak_bytes
+        return SAVED if measured > self._memory else spec_of(plan, limit, training.host_budget)
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
@@ -190,6 +203,7 @@ class Forecaster:
         bits = not training.load_in_4bit and not training.sharded
         rows: list[tuple[bool, str, dict[str, Any]]] = [
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
+            (room and training.mlp == "full", "plan with feed-forwards in tiles", {"mlp": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
             *((room, "smaller batch", change) for change in smaller),
             *((shorter, "shorter sequences", {"tokens": training.tokens // by}) for by in (2, 4, 8)),

@@ -106,14 +106,15 @@ class Question:
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
     head: int | str = _field("full", "head in chunks: auto, or tokens of a chunk", read=_tokens, label="Head")
+    mlp: int | str = _field("full", "feed-forwards in tiles: auto, or tokens of a tile", read=_tokens, label="Tiles")
     device: str | None = _field(None, _DEVICES, read=lambda text: device_named(text).name, metavar="NAME", label="Card")
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget")
     host_budget: int | None = _field(None, "host memory for offloading", read=parse_bytes, label="Host memory")
 
     def __post_init__(self) -> None:
-        for name in ("device", "budget", "host_budget", "head"):
+        for name in OF_THE_PLAN:
             value = getattr(self, name)
-            if isinstance(value, (str, float)) or name == "head":  # other numbers are bytes already
+            if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
                 object.__setattr__(self, name, about(FIELDS[name]).read(value))
         for name, field in FIELDS.items():
             value = getattr(self, name)
@@ -163,7 +164,9 @@ class Question:
 
 FIELDS = {field.name: field for field in dataclasses.fields(Question)}
 """Every field of a question by its name."""
-OF_THE_PLAN: dict[str, Any] = {name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head")}
+OF_THE_PLAN: dict[str, Any] = {
+    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp")
+}
 """Fields that say nothing of the training, with their defaults."""
 
 

@@ -58,16 +58,19 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
     """
     with model.fake:
         batch = micro_step(training, model.base).batch
-    whole = _measure(model, training, device, None)
+    whole = _measure(model, training, device, FULL)
     step = whole.step
     plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
-    for action in candidates():
+    actions = candidates(tile=None if training.mlp == "full" else training.mlp)
+    for action in actions:
         if action not in (FULL, FULL_SELECTIVE):  # what these cost follows from others
-            step = step.with_trials(_measure(model, plain, device, action).step)
+            other = _measure(model, plain, device, action).step
+            of_all = {name: action for name, _ in other.names}
+            step = step.with_trials(other) if action.tile is None else step.with_actions(other, of_all)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}
-    trials = {call.name: _trials_of(call) for call in step.calls}
-    shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], trials, candidates())
+    trials = {call.name: _trials_of(call, actions) for call in step.calls}
+    shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], trials, actions)
     calls = _at_real_depth(model, shallow.calls)
     forward, backward = shallow.head
     spent = forward.nanoseconds
@@ -93,12 +96,12 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
     return Sharding(model, training).costs(costs) if training.sharded else costs
 
 
-def _trials_of(call: Call) -> dict[Action, Trial]:
+def _trials_of(call: Call, actions: Iterable[Action]) -> dict[Action, Trial]:
     """What a call needs under every action that it may have; those that keep most come first."""
     if call.backward is None:  # nothing to recompute
-        return {KEEP: call.under_full()}
-    shown = {**call.trials, FULL: call.under_full(), FULL_SELECTIVE: call.recomputed(call.trials[SELECTIVE])}
-    return {action: shown[action] for action in candidates()}
+        return {KEEP: call.as_it_ran()}
+    shown = {**call.trials, FULL: call.as_it_ran(), FULL_SELECTIVE: call.recomputed(call.trials[SELECTIVE])}
+    return {action: shown[action] for action in actions}
 
 
 def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[CallCosts, ...]:
@@ -143,21 +146,25 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(model: ShallowModel, training: Question, device: Device, tried: Action | None) -> _Measured:
-    """Measure one micro-step of the shallow model under `full`, with trials of an action, or of none; once for each."""
-    key = dataclasses.replace(training, budget=None, host_budget=None, optimizer="adamw"), device, tried
+def _measure(model: ShallowModel, training: Question, device: Device, action: Action) -> _Measured:
+    """Measure one micro-step of the shallow model under `full`, with trials of an action; once for each.
+
+    Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves.
+    """
+    key = dataclasses.replace(training, budget=None, host_budget=None, optimizer="adamw", mlp="full"), device, action
     if key in model.measured:
         measured: _Measured = model.measured[key]
         return measured
     base = model.base.train()
     blocks = find_blocks(base)
-    plan = Plan(blocks.family, blocks.model, tuple((block, FULL) for block in blocks.blocks), head=training.head)
+    uniform = FULL if action.tile is None else action
+    plan = Plan(blocks.family, blocks.model, tuple((block, uniform) for block in blocks.blocks), head=training.head)
     try:
         # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
         with stay, trial(base, plan) as record, model.fake, fakes:
-            tries = dict.fromkeys(blocks.modules, Tries(last=tried))
+            tries = dict.fromkeys(blocks.modules, Tries(last=None if action == uniform else action))
             for name in tries:
                 record.functions.trials(name, tries[name])  # their hooks must be on the blocks
             put_on(blocks, record)

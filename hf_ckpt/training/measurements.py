@@ -87,15 +87,7 @@ class Measurements:
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store what blocks needed that had these actions in their forward: see `to_run`."""
-        calls = []
-        full = self.full[batch]
-        for call in step.calls:
-            plain = full[call.name]
-            if call.name[0] in actions and plain is not None and call.backward is not None:
-                kept = call.forward.net - plain.forward.net
-                trial = Trial(call.forward.peak, kept, 0, call.backward.peak)
-                calls.append(dataclasses.replace(call, trials={actions[call.name[0]]: trial}))
-        self.full[batch] = full.with_trials(dataclasses.replace(step, calls=tuple(calls)))
+        self.full[batch] = self.full[batch].with_actions(step, actions)
 
     def forget_steps(self) -> None:
         """Forget all measured steps, but not the times: more is alive beside them from now on."""
@@ -276,7 +268,7 @@ class Measurements:
             kind = self.kinds[batch.state][call.name]
             spent = times.get((kind, self.actions[-1]), Times())
             calls.append(_timed(call, spent))
-            least = calls[-1].under_full()
+            least = calls[-1].as_it_ran()
             if call.name[0] in self.fixed or call.backward is None:
                 trials[call.name] = {self.fixed.get(call.name[0], self.actions[0]): least}
                 continue

@@ -206,7 +206,7 @@ def test_what_a_recomputation_under_an_action_needs():
     """Its forward, or what that keeps and its backward."""
     call = Call(("b0", 0), True, Part(5), Part(), Part(100, 0, 9))
     trial = Trial(forward_peak=30, kept=20, later=4, arrival=3, forward_nanoseconds=2, backward_nanoseconds=7)
-    assert call.under_full() == Trial(5, 0, 0, 100, backward_nanoseconds=9)
+    assert call.as_it_ran() == Trial(5, 0, 0, 100, backward_nanoseconds=9)
     for backward_peak, peak in ((60, 84), (2, 33)):
         tried = dataclasses.replace(trial, backward_peak=backward_peak)
         assert call.recomputed(tried) == Trial(5, 0, 0, peak, backward_nanoseconds=9)

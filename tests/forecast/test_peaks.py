@@ -117,6 +117,7 @@ ROWS = {
     "padded": llama(padded=True),
     "head in chunks": llama({**TEXT, "vocab_size": 4000}, head=256),
     "head of few tokens": llama({**TEXT, "vocab_size": 4000}, head="auto", batch=1, tokens=270),
+    "tiles, lora": llama(WIDE, mlp=128, **LORA),
     "dpo, adapters off": llama(WIDE, lora=8, trainer="dpo", batch=1),
     "dpo, a model": llama(WIDE, trainer="dpo", batch=1),
     "grpo": llama(WIDE, trainer="grpo", batch=2),
@@ -128,7 +129,19 @@ ROWS = {
     "fsdp2": llama(ranks=2, parallel="fsdp2", autocast="none"),
     "fsdp2, mixed precision": llama(ranks=2, parallel="fsdp2", **AUTOCAST),
 }
-QUICK = {"llama", "gpt2", "bert", "t5", "lora", "autocast", "head in chunks", "dpo, adapters off", "experts", "images"}
+QUICK = {
+    "tiles, lora",
+    "llama",
+    "gpt2",
+    "bert",
+    "t5",
+    "lora",
+    "autocast",
+    "head in chunks",
+    "dpo, adapters off",
+    "experts",
+    "images",
+}
 """Rows that run by default."""
 
 
@@ -249,8 +262,10 @@ def count(training: Training, model: Any, reference: Any = None) -> int:
 
 def with_plan(model: Any, training: Training, plan: str) -> Plan:
     """Give a model one of `PLANS`, and return it. Checks of a block are off: they keep what they compare."""
-    chunks = {"head": training["head"]} if "head" in training.fields else {}
-    hf_ckpt.install(model, {"policy": "none", "rules": PLANS[plan], "check_every": 0, **chunks})
+    parts = {"head": training["head"]} if "head" in training.fields else {}
+    if "mlp" in training.fields and "full" in plan:  # tiles go with `full`
+        parts["mlp"] = training["mlp"]
+    hf_ckpt.install(model, {"policy": "none", "rules": PLANS[plan], "check_every": 0, **parts})
     model.gradient_checkpointing_enable()
     return hf_ckpt.describe(model).plan
 

@@ -18,7 +18,7 @@ from hf_ckpt.measure import memory
 TEXT = """--accum 2; --architecture AClass; --attention eager; --autocast none; --batch 3; --budget 5MiB; --device t4;
 --dtype float32; --head 64; --host-budget 8GiB; --image-size 224; --images 2; --load-in-4bit --lora 8; --lora 8;
 --lora-dropout 0.05; --lora-targets q,v; --no-double-quant; --no-kbit-preparation; --optimizer lion;
---packing; --padded; --parallel fsdp2 --ranks 2; --ranks 2; --seq 9; --target-seq 7; --trainer dpo"""
+--mlp 64; --packing; --padded; --parallel fsdp2 --ranks 2; --ranks 2; --seq 9; --target-seq 7; --trainer dpo"""
 OPTIONS = TEXT.replace("\n", " ").split("; ")
 """Every option, with a value that is not its default, and with options that it needs."""
 FILES = {"--config", "--json", "--out", "--help", "-h"}

@@ -31,8 +31,8 @@ QUESTIONS = {
     "DPO of a 7B model on 48 GB": (
         "hf-ckpt plan llama-2-7b --batch 2 --seq 1024 --lora 16 --trainer dpo --device a6000"
     ),
-    "LoRA of an 8B model with 32,768 tokens on 80 GB": (
-        "hf-ckpt plan llama-3.1-8b --seq 32768 --lora 16 --head auto --device h100"
+    "LoRA of an 8B model with 131,072 tokens on 80 GB": (
+        "hf-ckpt plan llama-3.1-8b --seq 131072 --lora 16 --head auto --mlp auto --device h100 --out plan.json"
     ),
     "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
         "hf-ckpt plan mixtral-8x7b --seq 2048 --lora 16 --load-in-4bit --device h100"
