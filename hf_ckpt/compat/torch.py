@@ -98,6 +98,11 @@ def call_after_backward(function: Callable[[], None]) -> bool:
     return True
 
 
+def running_node() -> Any:
+    """The node of autograd that this thread runs; None outside a backward."""
+    return private("torch._C._current_autograd_node")()
+
+
 def is_unused_random_state(saved: torch.Tensor) -> bool:
     """Whether a saved tensor that backward asks for is the random state of an attention without dropout.
 
@@ -106,7 +111,7 @@ def is_unused_random_state(saved: torch.Tensor) -> bool:
     """
     if saved.is_floating_point() or saved.numel() > _MOST_STATE:
         return False
-    node = private("torch._C._current_autograd_node")()
+    node = running_node()
     return getattr(node, "_saved_dropout_p", getattr(node, "dropout_p", None)) == 0.0
 
 

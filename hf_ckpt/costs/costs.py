@@ -158,10 +158,12 @@ def costs_of_step(
     levels = []
     """After each forward, the bytes that outlive the model's forward."""
     costs = []
-    for call in full.calls:
+    stacks = [None, *(block.stack for block in blocks)]
+    for call, (earlier, stack) in zip(full.calls, itertools.pairwise(stacks), strict=True):
         # What a call frees at the end of the forward under `full`, but not under some other action.
         lent = max(trial.later for trial in trials[call.name].values())
-        costs.append({action: _cost(call, trial, lent) for action, trial in trials[call.name].items()})
+        is_first = earlier != stack
+        costs.append({action: _cost(call, trial, lent, is_first) for action, trial in trials[call.name].items()})
         level += call.forward.net + call.behind.net - lent
         levels.append(level)
     # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
@@ -185,10 +187,14 @@ def costs_of_step(
     )
 
 
-def _cost(call: Call, trial: Trial, lent: int) -> Cost:
-    """What a call costs as a trial has shown, with what runs between it and the next call."""
+def _cost(call: Call, trial: Trial, lent: int, is_first: bool) -> Cost:
+    """What a call costs as a trial has shown, with what runs between it and the next call.
+
+    The stack itself holds the hidden states that its first call is given, until it returns.
+    """
     kept = trial.kept - trial.freed.hidden
-    net = call.forward.net + kept
+    held = trial.freed.hidden if is_first else 0
+    net = call.forward.net + kept + held
     forward = Part(max(0, net, trial.forward_peak), net, call.forward.nanoseconds)
     backward = Part()
     if call.backward is not None:
@@ -197,7 +203,8 @@ def _cost(call: Call, trial: Trial, lent: int) -> Cost:
         if peak is None:  # it needs at most as much as under `full`, which holds all that a block keeps
             peak = call.backward.peak - trial.kept - trial.later
         backward = Part(max(0, end, peak), end, trial.backward_nanoseconds)
-    return Cost(forward.then(call.behind), backward, lent - trial.later, trial.freed.shared, trial.freed.rebuilt)
+    lent += held - trial.later
+    return Cost(forward.then(call.behind), backward, lent, trial.freed.shared, trial.freed.rebuilt)
 
 
 def with_offloading(

@@ -63,7 +63,7 @@ class Trial(NamedTuple):
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to run in place of the block's forward `fn`, inside of torch's checkpoint."""
-        return fn if self.region is None else Rebuilding(fn, self.region)
+        return fn if self.region is None else Rebuilding(fn, self.region, as_selective=True)
 
 
 @dataclasses.dataclass(frozen=True)

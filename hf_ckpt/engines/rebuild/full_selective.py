@@ -44,11 +44,22 @@ class FullSelectiveRegion(FullRegion):
 
 
 class Rebuilding:
-    """A block's forward inside of torch's checkpoint: its first call runs as it is, later ones under `selective`."""
+    """A block's forward inside of torch's checkpoint: its first call runs as it is, later ones under `selective`.
 
-    def __init__(self, fn: Callable[..., Any], region: RebuildRegion) -> None:
+    Args:
+        fn: the block's own forward.
+        region: the function of the block under `selective`.
+        as_selective: whether what a node needs is held until it has run, as autograd holds it without a checkpoint.
+    """
+
+    def __init__(self, fn: Callable[..., Any], region: RebuildRegion, *, as_selective: bool = False) -> None:
         self.fn, self.region = fn, region
         self.ran = False
+        self.as_selective = as_selective
+        self.node: Any = None
+        """The node of autograd that runs."""
+        self.held: list[Value] = []
+        """What its saved tensors are rebuilt from."""
 
     def __call__(self, *args: Any) -> Any:
         hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
@@ -62,7 +73,11 @@ class Rebuilding:
             def load(held: Any) -> torch.Tensor:
                 tensor = checkpoint_unpack(held)
                 value = vars(tensor).get(_VALUE)
-                return tensor if value is None else unpack(value)
+                if value is None:
+                    return tensor
+                if self.as_selective:
+                    self._hold(value)
+                return unpack(value)
 
             with torch.autograd.graph.saved_tensors_hooks(checkpoint_pack, load):
                 return self.fn(*args)
@@ -81,6 +96,13 @@ class Rebuilding:
 
         self.region.forwards += 1
         return self.region.run(self.fn, args, hooks=rebuilding)
+
+    def _hold(self, value: Value) -> None:
+        node = compat.torch.running_node()
+        if node is not self.node:
+            self.node = node
+            self.held = []
+        self.held.append(value)
 
 
 def make(request: Request) -> Region:
