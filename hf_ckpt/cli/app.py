@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _refuse_model(name: str, paths: bool) -> None:
     """Raise `HfCkptError` without `paths` for a name that may be a path on this machine."""
-    if not paths and name not in presets() and (name[:1] in (*"./~\\",) or Path(name).exists()):
+    if not paths and name.lower() not in presets() and (name[:1] in (*"./~\\",) or Path(name).exists()):
         raise HfCkptError(f"{shown(name)} is no preset and no hub id, and files of this machine are not read here.")
 
 
@@ -99,6 +99,8 @@ def changed(options: str, *values: Any) -> list[Any]:
     for word in options.split():
         name = OPTIONS.get(word, name)  # an option, or the value of the one before
         fields[name] = not FIELDS[name].default if word in OPTIONS else word
+    if "--batch" in options.split():
+        fields["global_batch"] = ""
     return [*fields.values()]
 
 
@@ -140,17 +142,22 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
 
         def plan(*values: Any) -> list[Any]:
             try:
-                asked = question_of(*values, paths=paths)
-                forecast = Forecaster(asked).answer()
+                training = question_of(*values, paths=paths)
+                forecaster = Forecaster(training)
+                forecast = forecaster.answer()
             except HfCkptError as error:
                 raise gradio.Error(str(error), duration=None) from error
+            chosen = forecaster.training
+            training = dataclasses.replace(
+                training, batch=chosen.batch, accumulation=chosen.accumulation, global_batch=None
+            )
             gib = [size / GIB for size in budgets_of(forecast)] or [0.0]
             most = max(gib[-1], gib[0] + budget.step)  # a slider needs a length
             value = min(max(round(forecast.budget_bytes / GIB, 3), gib[0]), most)
             slider = gradio.update(minimum=gib[0], maximum=most, value=value, visible=bool(forecast.frontier))
             options = [(f"{row.name}: {row.options}", row.options) for row in forecast.rows if row.options]
             change = gradio.update(choices=options, value=None, visible=bool(options))
-            return [(asked, forecast), slider, change, *parts_of(forecast, asked)]
+            return [(training, forecast), slider, change, *parts_of(forecast, training)]
 
         def move(answered: tuple[Question, Forecast], gib: float) -> list[Any]:
             limit = round(gib * 1024) * 2**20

@@ -199,6 +199,8 @@ def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
             named = ", ".join(str(choice).lower() for choice in choices)
             raise HfCkptError(f"{training.path}: `{key}: {values[key]}` cannot be planned for, only {named}.")
         fields |= chosen
+    if "global_batch" in given:  # chooses these two anew
+        fields = {name: value for name, value in fields.items() if name not in ("batch", "accumulation")}
     fields |= _of_splits(training, fields.get("tokens")) | dict(given)
     fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
     return {**fields, **_of_model(fields)} if "model" in fields else fields

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, describe_live, model_of_workload, nbytes
-from hf_ckpt.forecast.question import FIELDS, OF_THE_PLAN, Question, on_device, question, words_of
+from hf_ckpt.forecast.question import (
+    FIELDS,
+    OF_THE_PLAN,
+    Question,
+    divisors,
+    micro_batches,
+    on_device,
+    question,
+    words_of,
+)
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.budgets import choice_within, frontier, plan_of
@@ -104,10 +114,14 @@ class Forecaster:
     def answer(self, *, nearest: bool = True) -> Forecast:
         """Return the fastest plan within the question's budget, with what to compare it with.
 
+        With `global_batch`, the fastest micro-batch and accumulation become those of the question.
+
         If no plan fits, return the one with the lowest peak, with what fits with a change as its rows. If `nearest` is
         False, raise `InfeasibleError` instead. Raises `HfCkptError` for a model that cannot be found or measured.
         """
         self._tell("reading the model")
+        sequences = self.training.global_batch
+        splits = self._choose_split(sequences // self.training.ranks) if sequences else ()
         try:
             forecast = self.within(self.budget)
         except InfeasibleError as error:
@@ -120,7 +134,7 @@ class Forecaster:
         plan, *usual = forecast.rows
         fields = OF_THE_PLAN if forecast.plan.active() else ()  # more memory cannot make a plain step faster
         faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * plan.step_seconds]
-        return dataclasses.replace(forecast, rows=(plan, *faster, *usual))
+        return dataclasses.replace(forecast, rows=(plan, *splits, *faster, *usual))
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
@@ -136,7 +150,8 @@ class Forecaster:
         plan = plan_of(costs, choice, limit, self.device.name)
         row = self._row("this plan", plan, limit, spec=self._spec(costs, plan, limit, training))
         whole_head = self.costs_of(dataclasses.replace(training, head="full"))
-        usual = {name: plan_of(whole_head, whole_head.uniform(action)) for name, action in USUAL.items()}
+        label = "" if training.head == "full" else ", head as a whole"
+        usual = {name + label: plan_of(whole_head, whole_head.uniform(action)) for name, action in USUAL.items()}
         moments = timeline(costs, choice)
         (_, resident), *moving = moments.worst.parts().items()
         weights = costs.static.parameters
@@ -174,15 +189,40 @@ class Forecaster:
         for name, change in self._changes():
             if name in rows or not change.keys() <= set(fields):
                 continue
-            try:
-                training = dataclasses.replace(self.training, **change)
-                costs, choice = choice_within(self.candidates(training), self.budget)
-            except HfCkptError:
+            with contextlib.suppress(HfCkptError):
+                rows[name] = self._changed_row(name, change, self.budget)
+        return tuple(rows.values())
+
+    def _changed_row(self, name: str, change: Mapping[str, Any], limit: int) -> Row:
+        """Return the fastest plan within a limit with one change. Raises `InfeasibleError` if none fits."""
+        training = dataclasses.replace(self.training, **change)
+        costs, choice = choice_within(self.candidates(training), limit)
+        plan = plan_of(costs, choice, limit)
+        options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
+        spec = self._spec(costs, plan, self.budget, training)
+        return self._row(name, plan, self.budget, options, spec)
+
+    def _choose_split(self, sequences: int) -> tuple[Row, ...]:
+        """Set the fastest micro-batch for so many sequences per step on a rank.
+
+        Return a row for each: its fastest plan, or that with the lowest peak if none fits.
+        A micro-batch that does not fit ends the rows, because larger ones need more. A step that is not split is tried
+        anyway: no gradients of an earlier micro-step are alive in it.
+        """
+        self.training = dataclasses.replace(self.training, global_batch=None)
+        rows: dict[int, Row] = {}
+        for batch in micro_batches(sequences):
+            if batch < sequences and not all(row.fits for row in rows.values()):
                 continue
-            options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
-            plan = plan_of(costs, choice, self.budget)
-            spec = self._spec(costs, plan, self.budget, training)
-            rows[name] = self._row(name, plan, self.budget, options, spec)
+            change = {"batch": batch, "accumulation": sequences // batch}
+            try:
+                rows[batch] = self._changed_row(f"micro-batch of {batch}", change, self.budget)
+            except InfeasibleError as error:
+                rows[batch] = self._changed_row(f"micro-batch of {batch}", change, error.floor_bytes)
+        fitting = {batch: row.step_seconds for batch, row in rows.items() if row.fits}
+        cost = fitting or {batch: row.peak_bytes for batch, row in rows.items()}
+        fastest = min(cost, key=lambda batch: cost[batch])
+        self.training = dataclasses.replace(self.training, batch=fastest, accumulation=sequences // fastest)
         return tuple(rows.values())
 
     def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
@@ -197,7 +237,7 @@ class Forecaster:
         all_weights = training.lora is None
         room = costs.static.always < self.budget  # otherwise, less activations cannot help
         host = room and training.host_budget is None and self.device.host_bandwidth > 0
-        parts = [by for by in range(2, training.batch + 1) if training.batch % by == 0]
+        parts = divisors(training.batch)[1:]
         smaller = [{"batch": training.batch // by, "accumulation": training.accumulation * by} for by in parts]
         shorter = room and training.target_tokens is None
         bits = not training.load_in_4bit and not training.sharded

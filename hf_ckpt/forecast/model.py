@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -192,12 +193,13 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 
 def load_config(name: str) -> Any:
     """The config of a preset, a folder, a hub id or a `config.json`. Raises `HfCkptError` if none can be read."""
-    path = presets().get(name, Path(name))
+    path = presets().get(name.lower(), Path(name))
     try:
         return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
     except Exception as error:  # configs validate themselves, with errors of all kinds
         reason = f"cannot read a model's config from {shown(name)}: {reason_of(error)}."
-        raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets())}.") from error
+        presets_to_use = difflib.get_close_matches(name.lower(), presets()) or presets()
+        raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets_to_use)}.") from error
 
 
 def _make(config: Any, workload: Question) -> nn.Module:

@@ -7,6 +7,7 @@ the keywords of `hf_ckpt.predict`, and the command that a page shows.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -69,7 +70,9 @@ def _tokens(text: str | int) -> int | str:
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
+_MOST_TOKENS = 2**30  # of a micro-step: with more, lists of chunks and of smaller batches take minutes
 _USUAL = "default: bfloat16 with --trainer or --load-in-4bit, else none"
+_GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
@@ -98,6 +101,7 @@ class Question:
     autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
     optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer")
     accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step")
+    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step")
     attention: str = _field("sdpa", "attention implementation, as transformers names it")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask")
     trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
@@ -130,6 +134,12 @@ class Question:
             raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
         if self.sharded and self.head != "full":
             raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave head out.")
+        if self.global_batch and (self.batch, self.accumulation) != (1, 1):
+            raise HfCkptError("global_batch chooses batch and accumulation: leave these out.")
+        if self.global_batch and self.global_batch % self.ranks:
+            raise HfCkptError(f"global_batch must be a multiple of ranks ({self.ranks}), but is {self.global_batch}.")
+        if math.prod(self.shape) > _MOST_TOKENS:
+            raise HfCkptError(f"a micro-step of {math.prod(self.shape):,} tokens is too large: plan at most 2**30.")
 
     @property
     def prepared(self) -> bool:
@@ -183,6 +193,24 @@ def question(fields: Mapping[str, Any]) -> Question:
     return Question(**fields)
 
 
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def micro_batches(sequences: int) -> list[int]:
+    """The micro-batches to compare for a step of so many sequences: divisors, each at least twice the one before.
+
+    More would differ little, and measuring each takes up to a second.
+    """
+    batches: list[int] = []
+    for batch in divisors(sequences):
+        if not batches or batch >= 2 * batches[-1] or batch == sequences:
+            batches.append(batch)
+    return batches
+
+
 def command_of(training: Question, shown: Collection[str] = ("batch", "tokens")) -> str:
     """The `hf-ckpt plan` command for a question, with the fields that differ from their defaults, and those `shown`."""
     words = ["hf-ckpt", "plan", training.model]
@@ -207,11 +235,14 @@ def on_device(training: Question, device: Device) -> Question:
     """The question as the training runs on a device: without bfloat16 support, float16 replaces it.
 
     Autocast then computes in float16, for which Trainer scales the loss. Trainable weights are in float32, because
-    float16 gradients cannot be unscaled. Under FSDP2, accelerate casts what is trained to float32 and computes in
-    bfloat16, unless `autocast` says otherwise.
+    float16 gradients cannot be unscaled. Under FSDP2, accelerate computes in bfloat16 unless `autocast` says
+    otherwise, and casts what is trained to float32 if autocast is on.
     """
-    if training.sharded and training.lora is None and (training.dtype, training.autocast) == ("bfloat16", None):
-        training = dataclasses.replace(training, dtype="float32", autocast="bfloat16")
+    if training.sharded and training.lora is None:
+        by_default = "bfloat16" if (training.dtype, training.autocast) == ("bfloat16", None) else None
+        computing = training.autocast_name or by_default
+        if computing is not None:
+            training = dataclasses.replace(training, dtype="float32", autocast=computing)
     if device.bfloat16 or "bfloat16" not in (training.dtype, training.autocast_name):
         return training
     dtype = training.dtype

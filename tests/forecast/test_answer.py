@@ -59,7 +59,8 @@ def plan(folder, monkeypatch, capsys):
         assert min(found["parts"].values()) >= 0
         assert found["floor_bytes"] <= found["peak_bytes"] <= found["budget_bytes"]
         assert [own[name] for name in ("peak_bytes", "step_seconds")] == [found["peak_bytes"], found["step_seconds"]]
-        assert {"none", "full"} <= {row["name"] for row in others}
+        label = ", head as a whole" if "--head" in options else ""
+        assert {f"none{label}", f"full{label}"} <= {row["name"] for row in others}
         faster = [row for row in others if row["options"].startswith(("--head", "--host-budget"))]
         assert all(row["step_seconds"] < own["step_seconds"] for row in faster)
         peaks = [row["peak_bytes"] for row in found["frontier"]]
@@ -78,6 +79,11 @@ ANSWERS = {
         "",
     ),
     ". --ranks 8 --parallel fsdp2 --device h100": (  # what is trained is in float32, as accelerate casts it
+        "--dtype float32 --autocast bfloat16 --optimizer adamw --attention sdpa --ranks 8 --parallel fsdp2; Llama",
+        f"{{per_device_train_batch_size: 1, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
+        "",
+    ),
+    "MINI-LLaMA --ranks 8 --parallel fsdp2 --autocast bfloat16 --device h100": (  # the same, said by an option
         "--dtype float32 --autocast bfloat16 --optimizer adamw --attention sdpa --ranks 8 --parallel fsdp2; Llama",
         f"{{per_device_train_batch_size: 1, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
         "",
@@ -166,6 +172,43 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, ca
         assert row.options == "--batch 1 --accum 4"
         with pytest.raises(InfeasibleError):
             hf_ckpt.predict(".", 2, accumulation=2, tokens=128, device="a10", budget="1150KiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "fits", "chosen"),
+    [
+        (". --seq 128 --budget 8MiB --ranks 2", [1, 2, 4, 12], 4, 12),  # recomputes: fewer, larger steps are faster
+        (". --seq 128 --budget 1800KiB --ranks 2", [1, 2, 4, 12], 2, 2),
+        ("--config axolotl.yaml --budget 3MiB", [1, 2, 4, 8, 24], 3, 4),  # its micro-batch of 4 is not asked about
+    ],
+)
+def test_a_step_is_split_into_the_fastest_micro_batches(options, batches, fits, chosen, plan):
+    options += " --device h100"
+    rows = plan(f"{options} --global-batch 24")["rows"]
+    splits = [row for row in rows if row["name"].startswith("micro-batch of ")]
+    assert [int(row["options"].split()[1]) for row in splits] == batches
+    assert [row["fits"] for row in splits] == [True] * fits + [False] * (len(batches) - fits)
+    fastest = min(splits[:fits], key=lambda row: row["step_seconds"])
+    same = ("peak_bytes", "step_seconds", "spec")
+    assert [rows[0][name] for name in same] == [fastest[name] for name in same]
+    assert int(fastest["options"].split()[1]) == chosen
+    for row in splits:  # a question of its own has the same answer
+        alone = plan(f"{options} {row['options']}", 0) if row["fits"] else None
+        assert alone is None or [alone["rows"][0][name] for name in same] == [row[name] for name in same]
+        assert alone is not None or row["peak_bytes"] > rows[0]["peak_bytes"]
+
+
+def test_a_step_that_is_not_split_may_fit_where_micro_steps_do_not():
+    """Under accumulation, all gradients are alive while a micro-step runs."""
+    asked = {"model": "mini-llama", "tokens": 64, "device": "h100", "optimizer": "sgd"}
+    forecasts = [Forecaster(question({**asked, "batch": batch, "accumulation": 2 // batch})) for batch in (1, 2)]
+    halves, whole = (forecast.answer().floor_bytes for forecast in forecasts)
+    assert whole < halves
+    found = hf_ckpt.predict(**asked, global_batch=2, budget=halves - 1)
+    assert yaml.safe_load(found.write["Training arguments (YAML)"])["per_device_train_batch_size"] == 2
+    with pytest.raises(InfeasibleError) as raised:
+        hf_ckpt.predict(**asked, global_batch=2, budget=whole - 1)
+    assert raised.value.floor_bytes == whole
 
 
 def test_a_saved_plan_is_installed_on_the_model(plan, tmp_path):

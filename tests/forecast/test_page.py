@@ -85,6 +85,12 @@ def test_the_page_answers_moves_and_refuses():
     assert none["hf-rows"][0][-1] == "yes"
     answers = [parts(plan, *changed.fn(options, *narrow))["hf-answer"] for _, options in none["hf-ways"]["choices"]]
     assert {answer[:8] for answer in answers} == {"## Fits:"}
+    typed = {"batch": "", "global_batch": "8"}
+    step = [typed.get(name, value) for name, value in zip(app.ASKED, values, strict=True)]
+    split = parts(plan, *step)
+    assert "--batch 8 --seq 1024 --device" in split["hf-command"]
+    again = parts(plan, *changed.fn(split["hf-ways"]["choices"][0][1], *step))
+    assert "--batch 1 --seq 1024 --accum 8 --device" in again["hf-command"]
     with pytest.raises(gradio.Error, match="Budget: "):
         plan.fn(*values[:budget], "lots", *values[budget + 1 :])
 

@@ -16,7 +16,8 @@ from hf_ckpt.forecast.question import Question, command_of, question
 from hf_ckpt.measure import memory
 
 TEXT = """--accum 2; --architecture AClass; --attention eager; --autocast none; --batch 3; --budget 5MiB; --device t4;
---dtype float32; --head 64; --host-budget 8GiB; --image-size 224; --images 2; --load-in-4bit --lora 8; --lora 8;
+--dtype float32; --global-batch 6; --head 64; --host-budget 8GiB; --image-size 224; --images 2;
+--load-in-4bit --lora 8; --lora 8;
 --lora-dropout 0.05; --lora-targets q,v; --no-double-quant; --no-kbit-preparation; --optimizer lion;
 --mlp 64; --packing; --padded; --parallel fsdp2 --ranks 2; --ranks 2; --seq 9; --target-seq 7; --trainer dpo"""
 OPTIONS = TEXT.replace("\n", " ").split("; ")
@@ -57,7 +58,10 @@ def test_the_command_to_copy_asks_the_same(options):
         ({"tokns": 3}, "'tokns' cannot be asked: use model, batch, tokens, "),
         ({"parallel": "fsdp2"}, "parallel fsdp2 shares work between ranks: give their number"),
         ({"parallel": "fsdp2", "ranks": 2, "head": "auto"}, "the head in chunks needs whole weights"),
-        ({"model": "lama-3.1-8b"}, r"cannot read a model's config from 'lama-3.1-8b'.*\nUse a folder, .* llama-3.1-8b"),
+        ({"model": "lama-3.1-8b"}, r"config from 'lama-3.1-8b'.*\nUse a folder, .* hub id or llama-3.1-8b"),
+        ({"global_batch": 8, "batch": 2}, "^global_batch chooses batch and accumulation: leave these out"),
+        ({"global_batch": 9, "ranks": 2}, r"^global_batch must be a multiple of ranks \(2\), but is 9"),
+        ({"batch": 2**20, "tokens": 2**10 + 1}, r"^a micro-step of 1,074,790,400 tokens is too large"),
         ({"tokens": 1025}, "gpt2 has positions for 1024 tokens, but 1025 are asked for"),
         ({"architecture": "BertTokenizer"}, "no model class 'BertTokenizer'"),
         ({"lora": 4, "lora_targets": ("q_proj",)}, "PEFT puts no adapters on"),

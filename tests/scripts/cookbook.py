@@ -34,6 +34,7 @@ QUESTIONS = {
     "LoRA of an 8B model with 131,072 tokens on 80 GB": (
         "hf-ckpt plan llama-3.1-8b --seq 131072 --lora 16 --head auto --mlp auto --device h100 --out plan.json"
     ),
+    "64 sequences a step on this card: how?": "hf-ckpt plan llama-3.2-1b --global-batch 64 --seq 1024 --device 4090",
     "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
         "hf-ckpt plan mixtral-8x7b --seq 2048 --lora 16 --load-in-4bit --device h100"
     ),
@@ -77,7 +78,12 @@ def section(question: str, command: str, found: dict) -> str:
     lines += [f"note: {note}" for note in found["notes"]]
     for text in found["write"].values():
         lines += ["", text]
-    for row in filter(lambda row: row["options"], found["rows"]):
+    splits = [row for row in found["rows"] if row["name"].startswith("micro-batch of ")]
+    if splits:
+        lines += ["", "tokens a second by micro-batch:"]
+    for row in filter(lambda row: row["fits"], splits):
+        lines.append(f"  {row['name'].removeprefix('micro-batch of ')}: {row['tokens_per_second']:,.0f}")
+    for row in filter(lambda row: row["options"] and row not in splits, found["rows"]):
         peak, speed = row["peak_bytes"] / 2**30, row["tokens_per_second"]
         lines += ["", f"{row['name']} ({row['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
         lines.append(f"gradient_checkpointing_kwargs: {json.dumps(row['spec'])}")
