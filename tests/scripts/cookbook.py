@@ -32,7 +32,7 @@ QUESTIONS = {
         "hf-ckpt plan llama-2-7b --batch 2 --seq 1024 --lora 16 --trainer dpo --device a6000"
     ),
     "LoRA of an 8B model with 131,072 tokens on 80 GB": (
-        "hf-ckpt plan llama-3.1-8b --seq 131072 --lora 16 --head auto --mlp auto --device h100 --out plan.json"
+        "hf-ckpt plan llama-3.1-8b --seq 131072 --lora 16 --head auto --mlp auto --device h100"
     ),
     "64 sequences a step on this card: how?": "hf-ckpt plan llama-3.2-1b --global-batch 64 --seq 1024 --device 4090",
     "QLoRA of a mixture of experts, 8x7B, on 80 GB": (
