@@ -10,8 +10,9 @@ import argparse
 import logging
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before the slow import of torch
         from hf_ckpt.attach.process import enable_calls_since_hooked
-        from hf_ckpt.training.guard import guarded_training_step
+        from hf_ckpt.training.guard import guarded_training_step, report
         from hf_ckpt.training.install import install, uninstall
+
+        def telling_step(trainer: Any, training_step: Callable[..., Any], *args: Any) -> Any:
+            """Say in the first step, not only at the end, if the Trainer has enabled nothing."""
+            if arguments.spec is None:
+                _say_if_unused(enable_calls_since_hooked(), arguments)
+            return training_step(*args)
 
         install(
             spec=spec,
             enable_when_trained=arguments.spec is not None,
-            around_training_step=guarded_training_step if arguments.oom_guard else None,
+            around_training_step=guarded_training_step if arguments.oom_guard else telling_step,
         )
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
@@ -49,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         if not ended.code:  # `sys.exit(main())` ends most scripts
             _say_if_unused(enable_calls_since_hooked(), arguments)
+        raise
+    except Exception as error:
+        report(error)
         raise
     finally:
         uninstall()
@@ -70,21 +80,23 @@ def _run_script(arguments: argparse.Namespace) -> None:
 
 def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
     """Warn if the script never enabled checkpointing on a model, with the reason and what to do."""
+    from hf_ckpt.logs import warn_once
+
     if enable_calls or arguments.oom_guard:  # a guard needs no plan before memory runs out
         return
     if arguments.spec is None:
-        log.warning(
-            "the script never enabled checkpointing on a model: pass the script its own flag "
+        warn_once(
+            log,
+            "hf_ckpt: the script has not enabled checkpointing on a model: pass the script its own flag "
             "(--activation_checkpointing, formerly --gradient_checkpointing), or give `--spec` before the script for "
-            "one that has no flag."
+            "one that has no flag.",
         )
         return
     log.warning(
-        "checkpointing was enabled on no model: no Hugging Face model with trainable parameters ran forward in train "
-        "mode (call `model.train()`: `from_pretrained` returns models in eval mode) with gradients on, or only under "
-        "nn.DataParallel (use DistributedDataParallel), or inside a function that torch.compile had compiled, where it "
-        "cannot be seen. In the script, call `hf_ckpt.install(model, spec)` and "
-        "`model.gradient_checkpointing_enable()`."
+        "hf_ckpt: checkpointing was enabled on no model: no Hugging Face model with trainable parameters ran in "
+        "train mode (`from_pretrained` returns models in eval mode: call `model.train()`) with gradients on, or only "
+        "under nn.DataParallel (use DistributedDataParallel), or inside a function that torch.compile had compiled. In "
+        "the script, call `hf_ckpt.install(model, spec)` and `model.gradient_checkpointing_enable()`."
     )
 
 

@@ -21,35 +21,21 @@ from hf_ckpt.attach.attach import EnableHook, detach
 from hf_ckpt.attach.hooks import Skipped, is_trained
 from hf_ckpt.attach.record import Absent, installation
 from hf_ckpt.errors import HfCkptError, NoBlocksError
-from hf_ckpt.logs import warn_once
+from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.models.blocks import base_model, outermost_models
 
 log = logging.getLogger(__name__)
 
 
-class ProcessHooks:
-    """The replaced methods of other packages' classes, and the models that were enabled through them.
+class Replaced:
+    """Replaced methods of classes or objects, until `undo`."""
 
-    Methods whose first argument is `own` take the place of a class's method, which they get as `own`.
+    def __init__(self) -> None:
+        self.replaced: list[tuple[Any, str, Any]] = []
+        """(class or object, method name, its own method or `Absent.ABSENT`) in the order of replacement."""
 
-    Args:
-        install: puts a record on a model that has none, so that hf_ckpt handles its enable calls.
-    """
-
-    def __init__(self, install: Callable[[nn.Module], object]) -> None:
-        self.install = install
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Base models that were enabled through these hooks."""
-        self.calls_before = EnableHook.calls
-        self.replaced: list[tuple[type, str, Any]] = []
-        """(class, method name, the class's own method or `Absent.ABSENT`) in the order of replacement."""
-        self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Every PreTrainedModel built since, including those inside other models."""
-        self.met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that have run a training forward, for which it is decided whether a plan is enabled."""
-
-    def replace(self, owner: type, name: str, function: Callable[..., Any]) -> None:
-        """Replace a class's method by `function(own, *args, **kwargs)`, with that method as `own`, until `undo`."""
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method by `function(own, *args, **kwargs)`, with that method as `own`, until `undo`."""
         own = getattr(owner, name)
         self.replaced.append((owner, name, vars(owner).get(name, Absent.ABSENT)))
 
@@ -60,12 +46,40 @@ class ProcessHooks:
         setattr(owner, name, method)
 
     def undo(self) -> None:
-        """Restore every method, and remove hf_ckpt from every model that was enabled through these hooks."""
-        for owner, name, original in reversed(self.replaced):
+        """Restore every method."""
+        while self.replaced:
+            owner, name, original = self.replaced.pop()
             if original is Absent.ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+class ProcessHooks(Replaced):
+    """The replaced methods of other packages' classes, and the models that were enabled through them.
+
+    Methods whose first argument is `own` take the place of a class's method, which they get as `own`.
+
+    Args:
+        install: puts a record on a model that has none, so that hf_ckpt handles its enable calls.
+        says_what_wins: whether to say that options of an enable call replace the spec that `install` has put there.
+    """
+
+    def __init__(self, install: Callable[[nn.Module], object], *, says_what_wins: bool = False) -> None:
+        super().__init__()
+        self.install = install
+        self.says_what_wins = says_what_wins
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Base models that were enabled through these hooks."""
+        self.calls_before = EnableHook.calls
+        self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Every PreTrainedModel built since, including those inside other models."""
+        self.met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that have run a training forward, for which it is decided whether a plan is enabled."""
+
+    def undo(self) -> None:
+        """Restore every method, and remove hf_ckpt from every model that was enabled through these hooks."""
+        super().undo()
         for model in list(self.models):
             detach(model)
 
@@ -100,6 +114,8 @@ class ProcessHooks:
         fresh = installation(base) is None
         if fresh:  # an existing record is the newer request
             self.install(base)
+        record: Any = installation(base)
+        spec = record.spec
         try:
             vars(base_model(base))[compat.transformers.ENABLE_NAMES[0]](*args, **kwargs)
         except HfCkptError:
@@ -107,6 +123,8 @@ class ProcessHooks:
                 detach(base)
             raise
         self.models.add(base)
+        if fresh and self.says_what_wins and record.spec != spec:
+            tell("hf_ckpt: options of the script replace --spec: %s, not %s.", record.spec.to_dict(), spec.to_dict())
 
     def meet(self, module: nn.Module, inputs: Iterable[Any]) -> None:
         """Enable a model whose forward begins with gradients on, if it is trained and nobody has enabled it.
@@ -155,7 +173,7 @@ def hook_process(
     """
     global _everywhere
     unhook_process()
-    hooks = ProcessHooks(install)
+    hooks = ProcessHooks(install, says_what_wins=enable_when_trained)
     for name in compat.transformers.ENABLE_NAMES:
         hooks.replace(compat.transformers.PreTrainedModel, name, hooks.enable_method)
     if enable_when_trained:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -127,18 +128,23 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
         answer = gradio.Markdown(elem_id="hf-answer")
         ways = gradio.Radio(label="Plan again with", visible=False, elem_id="hf-ways")
-        budget = gradio.Slider(label="Budget of a step (GiB)", step=2**-10, visible=False, elem_id="hf-slider")
+        budget = gradio.Slider(label="Budget of a step (GiB)", step=0.01, visible=False, elem_id="hf-slider")
         figure = gradio.Plot(visible=False, elem_id="hf-figure")
-        copies = [gradio.Code(label=name, elem_id=f"hf-{name}") for name in ("arguments", "lines", "command")]
-        parts = [answer, figure, *copies, gradio.Dataframe(headers=[*HEADS], elem_id="hf-rows")]
+        names = ("arguments", "lines", "command")
+        copies = [gradio.Code(label=name, visible=False, elem_id=f"hf-{name}") for name in names]
+        rows = gradio.Dataframe(headers=[*HEADS], visible=False, elem_id="hf-rows")
+        parts = [answer, figure, *copies, rows]
         state = gradio.State()
+
+        def if_any(value: Any) -> Any:
+            return gradio.update(value=value or None, visible=bool(value))
 
         def parts_of(forecast: Forecast, asked: Question) -> list[Any]:
             text = "\n\n".join([f"## {forecast.answer}", forecast.assumed, *forecast.notes])
             shown = forecast.within(budgets_of(forecast)[0]) if forecast.frontier and not forecast.plan else forecast
-            drawn = gradio.update(value=figure_of(shown) if shown.plan else None, visible=bool(shown.plan))
+            drawn = figure_of(shown) if shown.plan else None
             arguments, lines, *_ = [*forecast.write.values(), "", ""]
-            return [text, drawn, arguments, lines, command_of(asked), forecast.table()]
+            return [*map(if_any, [text, drawn, arguments, lines, command_of(asked), forecast.table()])]
 
         def plan(*values: Any) -> list[Any]:
             try:
@@ -146,14 +152,14 @@ def build(model: str = "gpt2", *, paths: bool = True) -> Any:
                 forecaster = Forecaster(training)
                 forecast = forecaster.answer()
             except HfCkptError as error:
-                raise gradio.Error(str(error), duration=None) from error
+                return [None, *map(if_any, ["", "", f"## {error}", "", "", "", "", ""])]
             chosen = forecaster.training
             training = dataclasses.replace(
                 training, batch=chosen.batch, accumulation=chosen.accumulation, global_batch=None
             )
-            gib = [size / GIB for size in budgets_of(forecast)] or [0.0]
+            gib = [math.ceil(100 * size / GIB) / 100 for size in budgets_of(forecast)] or [0.0]
             most = max(gib[-1], gib[0] + budget.step)  # a slider needs a length
-            value = min(max(round(forecast.budget_bytes / GIB, 3), gib[0]), most)
+            value = min(max(round(forecast.budget_bytes / GIB, 2), gib[0]), most)
             slider = gradio.update(minimum=gib[0], maximum=most, value=value, visible=bool(forecast.frontier))
             options = [(f"{row.name}: {row.options}", row.options) for row in forecast.rows if row.options]
             change = gradio.update(choices=options, value=None, visible=bool(options))
@@ -180,7 +186,7 @@ def _field(gradio: Any, name: str, values: dict[str, str]) -> Any:
     look = {"label": known.label, "elem_id": f"hf-{name}", "min_width": 140}
     if isinstance(default, bool):
         return gradio.Checkbox(default, **look)
-    if listed := {"model": [*presets()], "device": [*DEVICES]}.get(name, [*known.choices]):
+    if listed := {"model": sorted(presets()), "device": [*DEVICES]}.get(name, [*known.choices]):
         value, own = values.get(name, default or ""), name == "model"
         return gradio.Dropdown(["", *listed], value=value, allow_custom_value=own, **look)
     return gradio.Textbox(values.get(name, ""), placeholder=str(default or "") or None, **look)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,15 @@ def release_memory() -> None:
     if device is not None:
         with contextlib.suppress(RuntimeError):  # an allocator without a cache
             _module_with("empty_cache", device).empty_cache()
+
+
+def write_snapshot(path: Path) -> None:
+    """Write torch's snapshot of the memory of CUDA, if its history is recorded.
+
+    `torch.cuda.memory._record_memory_history()` begins that. https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+    """
+    if getattr(torch._C, "_cuda_isHistoryEnabled", bool)():
+        private("torch.cuda.memory._dump_snapshot")(str(path))
 
 
 FULL = (

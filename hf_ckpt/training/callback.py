@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.hooks import remind
+from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import FUNCTION, IN_GRAPH, Installation, installation, is_on
 from hf_ckpt.errors import NoBlocksError, PlanLostError, SpecError
 from hf_ckpt.logs import tell, warn_once
@@ -39,6 +40,7 @@ from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.reading import READERS
+from hf_ckpt.training.guard import report
 from hf_ckpt.units import to_gib
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,13 @@ Metrics = dict[str, float | None]
 """Key of the table above -> its value, or None if it is unknown."""
 Ways = Mapping[str, Callable[[list[float]], float]]
 """Key -> how to combine several values of it into one. Those of other keys are combined by `max`."""
+UNSEEN = 15
+"""Steps in which the callback looks at how far the device is behind the host. The first few may compile."""
+LEAST_LAG = 0.02
+"""If the device is behind by less, it waits for the host."""
+WAITS = (
+    'hf_ckpt: the device waits for the host in each step: `"compile": "blocks"`, or a larger batch, makes it faster.'
+)
 OVER_RANKS: Ways = {"ckpt/mismatch": sum}
 OVER_WINDOWS: Ways = {"time/step_s": statistics.median}
 
@@ -61,10 +70,15 @@ class MemoryTimeCallback(TrainerCallback):
 
     The figures are logged with the Trainer's own, under keys such as `memory/peak_gib` and `time/step_s`. They are
     also appended to `hf_ckpt_metrics.jsonl` in the output folder. At the first step, the callback checks that all
-    planned blocks are still checkpointed.
+    planned blocks are still checkpointed. If memory runs out, it writes a report: see `training.guard.report`. It says
+    once if the device waits for the host.
 
     Raises `PlanLostError` at the first step if other code has removed the plan from a block.
     """
+
+    def __init__(self) -> None:
+        self._methods = Replaced()
+        """The Trainer's methods that run inside those of the callback, because no event tells of an error."""
 
     # --- events, which the Trainer calls ---
 
@@ -94,6 +108,16 @@ class MemoryTimeCallback(TrainerCallback):
         """The time up to which the window has counted, by the clock; None while no time is counted."""
         self._windows: list[Metrics] = []
         self._begin_window()
+        self._methods.undo()  # of a run that an error ended outside of them
+        trainer: Any = compat.transformers.running(Trainer)
+        self._methods.replace(trainer, "training_step", self._step)
+        if hasattr(trainer, "_run_epoch"):  # not in transformers 4
+            self._methods.replace(trainer, "_run_epoch", self._reporting)
+        can_wait = compat.devices.accelerators(devices) and not trainer.is_deepspeed_enabled
+        self._unseen = UNSEEN if can_wait else 0
+        """In how many steps to look at how far the device is behind the host."""
+        self._lags: list[float] = []
+        """How far it was in each, relative to the step's time."""
         self._write(args, state, "start", world_size=args.world_size)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -155,8 +179,39 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the summary of the run, including steps since the last log."""
+        self._methods.undo()
         self._take_window(kwargs["model"])
         self._write(args, state, "end", **_combined(self._windows, OVER_WINDOWS))
+
+    # --- around methods of the Trainer ---
+
+    def _reporting(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the Trainer. If memory runs out, write the report."""
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            self._methods.undo()
+            report(error)
+            raise
+
+    def _step(self, training_step: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run `training_step`, and say once if the device waits for the host.
+
+        If it does, the device has done nearly all of a step when the host has issued all of it.
+        """
+        record = _record(model)
+        if not self._unseen or (record is not None and record.measuring):  # measured steps wait for the device
+            return self._reporting(training_step, model, *args, **kwargs)
+        self._unseen -= 1
+        host = DeviceClock()
+        began = self._clock.stamp()
+        host_began = host.stamp()
+        loss = self._reporting(training_step, model, *args, **kwargs)
+        issued_nanoseconds = host.between(host_began, host.stamp())
+        self._lags.append(1 - issued_nanoseconds / self._clock.between(began, self._clock.stamp()))
+        if not self._unseen and statistics.median(self._lags) < LEAST_LAG:
+            tell(WAITS)
+        return loss
 
     # --- what the events do ---
 

@@ -1,4 +1,4 @@
-"""`OomGuard`: if a step runs out of memory, retry it under a tighter plan, so that training goes on.
+"""When memory runs out: `OomGuard` retries the step under a tighter plan, and `report` says where, and what filled it.
 
     guard = hf_ckpt.OomGuard(model)
     for batch in loader:
@@ -14,11 +14,15 @@ gradients, so training goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import threading
+import traceback
+import types
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +33,13 @@ from hf_ckpt.attach.attach import adopt, describe, put_on
 from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
 from hf_ckpt.engines.offload import lane_of
 from hf_ckpt.engines.state import StepState
-from hf_ckpt.errors import HfCkptError, OutOfPlansError
+from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError, reason_of
+from hf_ckpt.measure.live import held_bytes
 from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
+from hf_ckpt.spec.files import append_line
 from hf_ckpt.training.install import install_one
+from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -157,22 +164,19 @@ class OomGuard:
         Raises `OutOfPlansError` if there is none, or if the step cannot be retried; see `_drop_gradients`.
         """
         self.attempts += 1
+        report(error, self.model)
         reason = str(error).partition("\n")[0].strip()
         try:
             self._drop_gradients(weights)
             change = tighten(self.model, exact=self.exact)
             if change is None:
                 tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
-                raise HfCkptError(
-                    f"no tighter plan is left (tried: {tried}). What is left to do: fewer sequences or tokens in a "
-                    "micro-step, or training fewer weights. `hf-ckpt plan` shows what fills the memory."
-                )
+                raise HfCkptError(f"no tighter plan is left (tried: {tried}). Train on fewer tokens, or fewer weights.")
         except HfCkptError as refused:
             self._steps.clear()
             raise OutOfPlansError(f"{reason} hf_ckpt: {refused}") from error
         self.taken.append(change)
-        plan = describe(self.model).plan
-        log.warning("hf_ckpt: out of memory (%s). The step is run again with: %s.\n%s", reason, change, plan)
+        log.warning("hf_ckpt: the step is run again with: %s.\n%s", change, describe(self.model).plan)
 
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
@@ -261,3 +265,90 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     adopt(blocks, record, spec_of(plan, record.spec), plan)
     put_on(blocks, record)
     return change
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+REPORT_FILE = "hf_ckpt_out_of_memory.txt"
+"""Name of the file in the Trainer's output folder to which reports are appended."""
+REPORTED = "_hf_ckpt_reported"
+"""Attribute of an error that was reported."""
+LARGEST = 10
+"""Number of tensors that a report lists."""
+ADVICE = {
+    "evaluation": "a smaller `per_device_eval_batch_size`, or a `preprocess_logits_for_metrics`",
+    "optimizer": 'an optimizer with a smaller state, such as `optim="adamw_8bit"`, or LoRA',
+}
+"""What ran -> what needs less memory there."""
+LESS = 'a policy that keeps less, `"head": "auto"`, or fewer tokens; `hf-ckpt plan` compares them'
+"""What needs less in a forward or backward."""
+
+
+def _what_ran(frames: Iterable[types.FrameType]) -> str:
+    """Return what an error has ended: a key of `ADVICE`, `forward` or `backward`."""
+    if any(isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames):
+        return "optimizer"
+    functions = {frame.f_code.co_name for frame in frames}
+    if "evaluate" in functions:
+        return "evaluation"
+    return "backward" if "_engine_run_backward" in functions else "forward"
+
+
+def _variables(frames: Iterable[types.FrameType], names: dict[int, str]) -> list[str]:
+    """Return a line for each of the largest tensors in variables of these calls, with the module that has it."""
+    sizes = {}
+    for frame in frames:
+        where = names.get(id(frame.f_locals.get("self")), frame.f_code.co_name)
+        for name, value in frame.f_locals.items():
+            if isinstance(value, torch.Tensor):
+                storage = compat.distributed.local(value).untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes(), f"variable `{name}` {list(value.shape)} in {where}"
+    return [f"{name}: {format_bytes(size)}" for size, name in sorted(sizes.values(), reverse=True)[:LARGEST]]
+
+
+def report(error: BaseException, model: nn.Module | None = None) -> None:
+    """Log where memory ran out, what filled it and what needs less. With a Trainer, append this to `REPORT_FILE`, too.
+
+    Everything is read from the error's traceback, the model and the allocator. Nothing is recorded in training.
+
+    Args:
+        error: the error, caught outside of what ran out of memory. Another kind of error, and one that was reported
+            before, are ignored. An `OutOfPlansError` was, because the guard reports each attempt.
+        model: the model that ran; not needed with a Trainer.
+    """
+    if isinstance(error, OutOfPlansError) or hasattr(error, REPORTED) or not compat.devices.is_out_of_memory(error):
+        return
+    vars(error)[REPORTED] = True
+    # Without the caller's frame, which still runs: until it ends, Python would keep a copy of its variables.
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    owners = [frame.f_locals.get("self") for frame in frames]
+    trainer: Any = next((owner for owner in owners if hasattr(owner, "callback_handler")), None)
+    model = getattr(trainer, "model", model)
+    if model is None:
+        return
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    what = _what_ran(frames)
+    running = [names[id(owner)] for owner in owners if id(owner) in names]
+    waiting = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    place = " of ".join([what, *running[-1:]])
+    if what == "backward" and waiting and not running:  # what autograd has saved runs no Python in backward
+        place += f", before the gradient of {waiting[-1]}"
+    devices = compat.distributed.devices_of_model(model)
+    lines = [f"hf_ckpt: out of memory in the {place}: {reason_of(error)}"]
+    for device in compat.devices.accelerators(devices):
+        with contextlib.suppress(RuntimeError):  # an allocator without statistics
+            memory = compat.devices.allocator_bytes(device)
+            lines.append(f"{device}: {format_bytes(memory.current)} used, {format_bytes(memory.reserved)} reserved")
+    lines.append(f"weights and gradients: {format_bytes(held_bytes(devices, model))}")
+    lines.append(f"optimizer state: {format_bytes(held_bytes(devices, getattr(trainer, 'optimizer', None) or {}))}")
+    lines += _variables(frames, names)
+    with contextlib.suppress(NoBlocksError):
+        record = installation(model)
+        lines.append(str(record.plan) if record is not None and record.enabled else "no plan of hf_ckpt is enabled")
+    lines.append(f"less memory: {ADVICE.get(what, LESS)}")
+    text = "\n  ".join(lines)
+    log.error("%s", text)
+    with contextlib.suppress(OSError, AttributeError):  # no folder, or no Trainer
+        path = Path(trainer.args.output_dir) / REPORT_FILE
+        append_line(path, text)
+        compat.devices.write_snapshot(path.with_suffix(".pickle"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from hf_ckpt.engines.rebuild import ops
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure import memory
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.training.guard import OomGuard
+from hf_ckpt.training import callback
+from hf_ckpt.training.guard import REPORT_FILE, OomGuard
 
 CPU, FIRST, SECOND = "cpu", device.FIRST, device.SECOND
 LAYERS, PLANNED = 6, 24
@@ -130,6 +132,37 @@ def test_an_optimizer_may_have_its_state_before_the_budget():
     installed(model, {"policy": "budget", "budget": peak_of(model, batch, optimizer) + (1 << 16)})
     train(model, batch, PLANNED, optimizer)
     assert {"keep"} in raced(model)
+
+
+def on_the_device(folder, monkeypatch, **options):
+    """A Trainer of a model on the first device, which accelerate does not know."""
+    model, _ = model_and_batch()
+    model.hf_device_map = {"model": FIRST, "lm_head": FIRST}
+    hf_ckpt.install(model)
+    run = trainer(folder, model, **options)
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda **batch: forward(**send_to_device(batch, FIRST)))
+    monkeypatch.setattr(type(run.args), "device", torch.device(FIRST))  # of the sum of losses
+    return run
+
+
+@pytest.mark.parametrize("computing", ["eager", "late"])
+def test_the_callback_says_once_that_the_device_waits_for_the_host(computing, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(callback, "UNSEEN", 3)
+    run = on_the_device(tmp_path, monkeypatch)
+    with device.pace(computing=computing):
+        run.train()
+    assert ("the device waits for the host" in capsys.readouterr().err) == (computing == "eager")
+
+
+def test_the_report_has_the_allocator_s_figures(tmp_path, monkeypatch):
+    run = on_the_device(tmp_path, monkeypatch)
+    compat.devices.release_memory()
+    with device.memory_of(6 << 20), pytest.raises(RuntimeError, match="out of memory"):
+        run.train()
+    report = (tmp_path / REPORT_FILE).read_text()
+    used, reserved = map(float, re.search(rf"\n  {FIRST}: (\S+) MiB used, (\S+) MiB reserved\n", report).groups())
+    assert 3 < used <= reserved <= 6
 
 
 @pytest.mark.parametrize("where", [CPU, SECOND])

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.processes import python
 from transformers import PreTrainedModel
 
 from hf_ckpt.__main__ import main
+from hf_ckpt.training.guard import REPORT_FILE
 
 # All of these look like options of hf_ckpt, Python or an argument parser, but belong to the script.
 HOSTILE = ["--spec", "nonsense", "-m", "--help", "-h", "--", "-1", "--spec=x", "policy=full", "", "a b", "@file"]
@@ -82,7 +84,9 @@ def test_a_spec_that_no_model_got_is_told_with_advice(in_process, caplog, script
     with contextlib.suppress(SystemExit):
         main(["--spec", "policy=full", "loop.py"])
     (line,) = told(caplog)
-    assert line.startswith("checkpointing was enabled on no model: no Hugging Face model with trainable parameters")
+    assert line.startswith(
+        "hf_ckpt: checkpointing was enabled on no model: no Hugging Face model with trainable parameters"
+    )
 
 
 @pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)", "sys.exit(7)", "raise ValueError"])
@@ -95,5 +99,39 @@ def test_a_script_that_enables_nothing_is_told_so_and_the_hooks_come_off(in_proc
     with contextlib.suppress(SystemExit, ValueError):
         main(["ends.py"])
     assert dict(vars(PreTrainedModel)) == before
-    times = sum("the script never enabled checkpointing" in message for message in told(caplog))
+    times = sum("the script has not enabled checkpointing" in message for message in told(caplog))
     assert times == (ending not in ("sys.exit(7)", "raise ValueError"))
+
+
+TRAINS = """
+from pathlib import Path
+import transformers
+from helpers.failing import Failing
+from helpers.trainers import FLAG, trainer
+from hf_ckpt.models.tiny import tiny_model
+kind = type("Failing", (Failing,), {"at": [2]})
+flags = {FLAG: OPTIONS is not None, f"{FLAG}_kwargs": OPTIONS}
+trainer(Path("out"), tiny_model("llama"), kind=kind, callbacks=[transformers.PrinterCallback()], **flags).train()
+"""
+REPLACED = "hf_ckpt: options of the script replace --spec: {'policy': 'selective'}, not {'policy': 'full'}."
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "unused", "replaced"),
+    [
+        (None, None, 1, 0),
+        ({}, None, 0, 0),
+        (None, "policy=full", 0, 0),
+        ({"policy": "full"}, "policy=full", 0, 0),
+        ({"policy": "selective"}, "policy=full", 0, 1),
+        ({"policy": "selective"}, None, 0, 0),
+    ],
+)
+def test_a_trainer_is_told_in_its_first_step(in_process, caplog, capsys, options, spec, unused, replaced):
+    """That nothing was enabled, and which spec wins. The third step runs out of memory, which is reported."""
+    (in_process / "trains.py").write_text(TRAINS.replace("OPTIONS", repr(options)))
+    with pytest.raises(torch.OutOfMemoryError):
+        main([*(() if spec is None else ("--spec", spec)), "trains.py"])
+    assert sum("the script has not enabled checkpointing" in message for message in told(caplog)) == unused
+    assert capsys.readouterr().err.count(REPLACED) == replaced
+    assert "out of memory in the forward" in Path("out", REPORT_FILE).read_text()

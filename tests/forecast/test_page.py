@@ -58,8 +58,11 @@ def test_fields_are_read_as_options_of_the_command_line():
 
 
 def test_the_page_answers_moves_and_refuses():
-    """The callbacks of the page: a plan for its first question, another budget, no plan, what fits, a wrong field."""
-    gradio = pytest.importorskip("gradio")
+    """The callbacks of the page: a plan for its first question, another budget, no plan, what fits, a wrong field.
+
+    What is empty is hidden, and after an error all but the error is.
+    """
+    pytest.importorskip("gradio")
     page = app.build("mini-gpt2")
     changed, plan, *_, move = (function for function in page.fns.values() if function.fn)
     values = [page.blocks[field._id].value for field in plan.inputs]
@@ -70,29 +73,35 @@ def test_the_page_answers_moves_and_refuses():
         return dict(zip(names, function.fn(*inputs), strict=True))
 
     first = parts(plan, *values)
-    assert first["hf-answer"].startswith("## Fits: ")
+    assert first["hf-answer"]["value"].startswith("## Fits: ")
+    slider = first["hf-slider"]
+    assert all(round(slider[end], 2) == slider[end] for end in ("minimum", "maximum", "value"))
     moved = parts(move, first[None], first["hf-slider"]["minimum"])
-    written = yaml.safe_load(moved["hf-arguments"])["gradient_checkpointing_kwargs"]
-    assert Spec.parse(written).budget == first["hf-slider"]["minimum"] * GIB
-    assert moved["hf-command"].endswith(f"--budget {written['budget']}")
-    assert moved["hf-rows"][0][0] == "this plan"
+    written = yaml.safe_load(moved["hf-arguments"]["value"])["gradient_checkpointing_kwargs"]
+    assert Spec.parse(written).budget == round(first["hf-slider"]["minimum"] * 1024) * 2**20
+    assert moved["hf-command"]["value"].endswith(f"--budget {written['budget']}")
+    assert moved["hf-rows"]["value"][0][0] == "this plan"
     budget = list(app.ASKED).index("budget")
     narrow = [*values[:budget], "400MiB", *values[budget + 1 :]]
     none = parts(plan, *narrow)
-    assert "Does not fit: " in none["hf-answer"]
+    assert "Does not fit: " in none["hf-answer"]["value"]
     assert none["hf-figure"]["visible"]  # of the lowest peak
+    assert not none["hf-arguments"]["visible"]
     assert none["hf-slider"]["value"] == none["hf-slider"]["minimum"]
-    assert none["hf-rows"][0][-1] == "yes"
-    answers = [parts(plan, *changed.fn(options, *narrow))["hf-answer"] for _, options in none["hf-ways"]["choices"]]
+    assert none["hf-rows"]["value"][0][-1] == "yes"
+    answers = [
+        parts(plan, *changed.fn(options, *narrow))["hf-answer"]["value"] for _, options in none["hf-ways"]["choices"]
+    ]
     assert {answer[:8] for answer in answers} == {"## Fits:"}
     typed = {"batch": "", "global_batch": "8"}
     step = [typed.get(name, value) for name, value in zip(app.ASKED, values, strict=True)]
     split = parts(plan, *step)
-    assert "--batch 8 --seq 1024 --device" in split["hf-command"]
+    assert "--batch 8 --seq 1024 --device" in split["hf-command"]["value"]
     again = parts(plan, *changed.fn(split["hf-ways"]["choices"][0][1], *step))
-    assert "--batch 1 --seq 1024 --accum 8 --device" in again["hf-command"]
-    with pytest.raises(gradio.Error, match="Budget: "):
-        plan.fn(*values[:budget], "lots", *values[budget + 1 :])
+    assert "--batch 1 --seq 1024 --accum 8 --device" in again["hf-command"]["value"]
+    wrong = parts(plan, *values[:budget], "lots", *values[budget + 1 :])
+    assert wrong["hf-answer"]["value"].startswith("## Budget: ")
+    assert [name for name, part in wrong.items() if part and part["visible"]] == ["hf-answer"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "x"])

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 import hf_ckpt
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.models import families
-from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.models.tiny import byte_tokenizer, tiny_batch, tiny_model
 from hf_ckpt.spec.reading import POLICIES, READERS
 from hf_ckpt.training.callback import METRICS_FILE
 
@@ -71,6 +71,7 @@ def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
         code = code.replace("activation_checkpointing", "gradient_checkpointing")
     monkeypatch.chdir(tmp_path)
     names = {"model": tiny_model("llama"), "batch": tiny_batch("llama"), "dataset": Rows(count=8, tokens=8)}
+    names["tokenizer"] = byte_tokenizer()
     exec(compile(code, page, "exec"), names)
     shown = capsys.readouterr().out  # every block prints the plan
     if page == "README.md":  # the first run: what it prints there, and that it holds

@@ -12,17 +12,19 @@ import warnings
 import pytest
 import torch
 import transformers
+from helpers.failing import MESSAGE, run_out, train
 from helpers.steps import assert_same, step
 from helpers.trainers import FLAG, metrics, trainer
 from transformers.trainer_callback import CallbackHandler
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.errors import PlanLostError, SpecError
+from hf_ckpt.errors import OutOfPlansError, PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
+from hf_ckpt.training.guard import REPORT_FILE
 
 OFF = {FLAG: False, f"{FLAG}_kwargs": None}
 
@@ -266,3 +268,59 @@ def test_a_file_that_cannot_be_written_is_warned_of_once(make, said, tmp_path, c
     (warning,) = [text for text in messages(caplog) if "figures are missing" in text]
     os.close(reader)
     assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: {said}" in warning
+
+
+EVALUATES = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 1}
+RUNS_OUT = {
+    "forward of model.layers.2.mlp": ({}, "fewer tokens"),
+    "backward of model.layers.1.mlp": ({}, "fewer tokens"),
+    "backward, before the gradient of model.layers.3.post_attention_layernorm.weight": (OFF, "fewer tokens"),
+    "optimizer": ({}, "adamw_8bit"),
+    "evaluation of model.layers.2.mlp": (EVALUATES, "eval_batch"),
+}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("place", RUNS_OUT)
+def test_the_report_says_where_memory_ran_out(place, tmp_path, caplog):
+    """Once in the log and once in a file; the error passes, and the Trainer has its own methods again."""
+    options, advice = RUNS_OUT[place]
+    what = re.match(r"\w+", place)[0]
+    if what in ("optimizer", "evaluation") and not hasattr(transformers.Trainer, "_run_epoch"):
+        pytest.skip("transformers 4 runs these in one method with all else")
+    run = trainer(tmp_path, **options)
+    calls = []
+
+    def fail(module, *_):
+        calls.append(module)  # under `full`, the second call is the recomputation
+        if not module.training if what == "evaluation" else len(calls) == 1 + (what == "backward"):
+            run_out()
+
+    if what == "optimizer":
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        run.optimizer.register_step_pre_hook(run_out)
+    elif options == OFF:
+        run.model.get_parameter("model.layers.3.mlp.down_proj.weight").register_hook(run_out)
+    else:
+        run.model.get_submodule(place.split(" of ")[1]).register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)):
+        run.train()
+    report = (tmp_path / REPORT_FILE).read_text()
+    assert report.startswith(f"hf_ckpt: out of memory in the {place}: OutOfMemoryError: {MESSAGE[:-1]}\n")
+    assert report.count("out of memory in") == sum("out of memory in" in text for text in messages(caplog)) == 1
+    for line in (
+        "weights and gradients: ",
+        "optimizer state: ",
+        "variable `",
+        "no plan" if options == OFF else "full 0",
+    ):
+        assert line in report
+    assert advice in report.splitlines()[-1]
+    assert not {"training_step", "_run_epoch"} & vars(run).keys()
+
+
+def test_one_report_for_each_attempt_of_the_guard(tmp_path):
+    with pytest.raises(OutOfPlansError):
+        train(tmp_path, hf_ckpt.OomGuardMixin, at=range(100))
+    reports = (tmp_path / REPORT_FILE).read_text().split("hf_ckpt: out of memory")[1:]
+    assert len(reports) > 2
