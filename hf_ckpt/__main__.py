@@ -10,7 +10,7 @@ import argparse
 import logging
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before the slow import of torch
+        from hf_ckpt import compat
         from hf_ckpt.attach.process import enable_calls_since_hooked
         from hf_ckpt.training.guard import guarded_training_step, report
         from hf_ckpt.training.install import install, uninstall
 
-        def telling_step(trainer: Any, training_step: Callable[..., Any], *args: Any) -> Any:
-            """Say in the first step, not only at the end, if the Trainer has enabled nothing."""
-            if arguments.spec is None:
-                _say_if_unused(enable_calls_since_hooked(), arguments)
-            return training_step(*args)
-
         install(
             spec=spec,
             enable_when_trained=arguments.spec is not None,
-            around_training_step=guarded_training_step if arguments.oom_guard else telling_step,
+            around_training_step=guarded_training_step if arguments.oom_guard else None,
         )
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
         return 2
+
+    def before_step(optimizer: Any) -> None:
+        """Say in the first step, not only at the end, if nothing is enabled."""
+        if arguments.spec is None:
+            _say_if_unused(enable_calls_since_hooked(), arguments)
+
+    handle = compat.torch.call_before_optimizers(before_step)
     try:
         _run_script(arguments)
         _say_if_unused(enable_calls_since_hooked(), arguments)
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(error)
         raise
     finally:
+        handle.remove()
         uninstall()
     return 0
 

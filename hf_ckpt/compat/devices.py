@@ -139,7 +139,8 @@ def write_snapshot(path: Path) -> None:
 
     `torch.cuda.memory._record_memory_history()` begins that. https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
-    if torch.cuda.is_initialized() and getattr(torch._C, "_cuda_isHistoryEnabled", bool)():
+    runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if runs and getattr(torch._C, "_cuda_isHistoryEnabled", bool)():
         private("torch.cuda.memory._dump_snapshot")(str(path))
 
 
