@@ -152,10 +152,11 @@ class Counted:
         self.region.recomputed += 1
         try:
             if self.trials is not None:
-                given: list[torch.Tensor] = []
-                if args:  # otherwise it is not known which of them are hidden states
-                    tensors = (*args, *self.state.inputs.tensors)
-                    given += [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+                values = (*args, *self.state.inputs.tensors)
+                given = [value for value in values if isinstance(value, torch.Tensor)]
+                # Without positional ones, it is not known which are hidden states; wrapped tensors have no storage.
+                if not args or compat.torch.is_any_wrapper(map(type, given)):
+                    given = []
                 return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn, given)
             return compat.torch.run_again(self.state.recompute, self.fn, args)
         except compat.torch.StopRecomputation:

@@ -156,9 +156,8 @@ class _Tensors:
 
     def freed(self, trial: Trial) -> Freed:
         """Return the bytes of what the action does not keep."""
-        users = list(
-            map(compat.torch.users_of, self._given)
-        )  # counted as before, because a loop refers to tensors, too
+        # Counted as before: the variables of a loop would refer to the tensors, too.
+        users = list(map(compat.torch.users_of, self._given))
         are_kept = map(operator.gt, users, self._users)
         sizes = [0 if is_kept else size for size, is_kept in zip(self._sizes, are_kept, strict=True)]
         hidden, *others = sizes or [0]
