@@ -270,6 +270,18 @@ def test_the_median_of_a_call_counts_in_timed_steps():
     assert learn(16, 200) == 200 * parts
 
 
+def test_blocks_take_turns_with_other_actions_in_timed_steps():
+    """Each timed step begins with another action, the first with the one that keeps least."""
+    known = measured(Machine(6), batch_of(8))
+    first = known.to_time(batch_of(8), 10**9)
+    known.timed += 1
+    second = known.to_time(batch_of(8), 10**9)
+    assert "b5" not in first
+    assert [first[f"b{number}"] for number in (4, 3, 2)] == [KEEP, SELECTIVE, FULL_SELECTIVE]
+    assert [second[f"b{number}"] for number in (5, 4, 3)] == [KEEP, SELECTIVE, FULL_SELECTIVE]
+    assert not known.to_time(batch_of(8), 0)
+
+
 def test_an_action_that_keeps_more_may_be_slower():
     """Nothing makes it look faster: a host may need longer to rebuild than a device to recompute."""
     machine, batch = Machine(), batch_of(8)

@@ -304,3 +304,17 @@ def test_experts_that_keep_their_bits_are_told():
     asked = {"lora": 4, "lora_targets": ("q_proj",), "load_in_4bit": True}
     notes = hf_ckpt.predict(config, tokens=64, device="t4", **asked).notes
     assert any(" of weights are stacked experts" in note for note in notes)
+
+
+@pytest.mark.long
+def test_a_plan_whose_budget_could_not_be_measured_is_to_be_saved():
+    """A run under a budget measures its first steps under `full`, which do not fit the card here; tiles do."""
+    fields = {"tokens": 512, "lora": 4, "dtype": "float32", "device": "t4", "head": "auto", "mlp": "auto"}
+    found = hf_ckpt.predict("mini-llama", 512, **fields)
+    assert found.fits
+    assert "full+tiles" in {action.kind for _, action in found.plan.actions}
+    assert found.rows[0].spec == {"plan": "plan.json"}
+    assert any("--out plan.json" in note for note in found.notes)
+    measurable = hf_ckpt.predict("mini-llama", 64, **fields)
+    assert measurable.rows[0].spec["policy"] == "budget"
+    assert not measurable.notes
