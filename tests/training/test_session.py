@@ -532,7 +532,8 @@ def test_a_plan_that_needs_more_than_predicted_lowers_the_limit_for_good(caplog)
         if session.limit_bytes < session.budget_bytes and installation(model).planned.phase is Phase.PLAN:
             break
     assert session.limit_bytes < session.budget_bytes == half()
-    assert live_peak(model, BATCH) <= half()
+    # Such a limit may be below what any plan is predicted to need.
+    assert installation(model).planned.over or live_peak(model, BATCH) <= half()
     assert installation(model).planned.limit_bytes == session.limit_bytes
     assert "more than was predicted" in caplog.text
 
