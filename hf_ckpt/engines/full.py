@@ -91,7 +91,7 @@ class FullRegion(Region):
             return fn(*args)
         if compat.torch.is_compiling():
             self.in_graph = True  # counting here would recompile for every value of the count
-            return self._checkpoint(fn, *compat.transformers.without_caches(args))
+            return self.checkpointed(fn, *compat.transformers.without_caches(args))
         fn, args = compat.transformers.block_call(fn, args)
         if self.preserve_rng_state and compat.devices.is_capturing():
             raise GraphCaptureError(
@@ -103,10 +103,10 @@ class FullRegion(Region):
         inputs = SeenTensors(tensors)
         try:
             if self.trials is None or self.trials.stops_early:
-                output = self._checkpoint(Counted(fn, self, inputs), *args)
+                output = self.checkpointed(Counted(fn, self, inputs), *args)
             else:
                 with set_checkpoint_early_stop(False):
-                    output = self._checkpoint(Counted(fn, self, inputs), *args)
+                    output = self.checkpointed(Counted(fn, self, inputs), *args)
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
@@ -117,13 +117,14 @@ class FullRegion(Region):
                 raise InPlaceError(self.block, tensor, version, operation)
         return output
 
-    def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def checkpointed(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Return the outputs of `fn(*args)`, which backward runs again."""
         return checkpoint(
             fn,
             *args,
             use_reentrant=False,  # torch is reentrant by default
             # `ForwardState` does it faster.
-            preserve_rng_state=self.preserve_rng_state and type(fn) is not Counted,
+            preserve_rng_state=self.preserve_rng_state and not isinstance(fn, Counted),
             determinism_check=self.determinism_check,
         )
 

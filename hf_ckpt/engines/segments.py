@@ -53,13 +53,13 @@ class SegmentRegion(FullRegion):
             )
         super().told_of_parameters(stay, owner)
 
-    def _checkpoint(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def checkpointed(self, fn: Callable[..., Any], *args: Any) -> Any:
         if not isinstance(fn, Counted) or not is_plain(args):
-            return super()._checkpoint(fn, *args)
+            return super().checkpointed(fn, *args)
         before = _last.call() if args[0]._version == _last.version and args[0] is _last.output() else None
         call = _Call(self, fn, args, before if before is not None and before.region.segment == self.segment else None)
         with saved_tensors_hooks(call.pack, call.unpack):  # of all tensors, these see only `args`
-            output = super()._checkpoint(fn, *args)
+            output = super().checkpointed(fn, *args)
         hidden = compat.torch.tree_leaves(output)[0]
         # Below the first trainable parameter nothing is saved, so there is nothing to recompute.
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:

@@ -14,15 +14,16 @@ checkpoints always save something, all tiles but the last run three times.)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import Counted, FullRegion
@@ -90,11 +91,14 @@ class TiledRegion(FullSelectiveRegion):
         part = self.parts[name]
         part.whole = self.whole
         run = functools.partial(run_with_sums, module, forward, sums_of(module))
-        tiles = [_Tile(part, run, tile) for tile in torch.split(rows, tokens, dim=1)]
+        tiles = torch.split(rows, tokens, dim=1)
+        inputs = [_Input.apply(torch.empty(0, requires_grad=True), tile) for tile in tiles]  # type: ignore
         # If autocast cached casts of weights, their gradients would be summed in 16 bits.
-        dtype = compat.devices.autocast_dtype(rows.device.type)
-        with compat.devices.autocast_to(rows.device.type, dtype, caches=False):
-            output = torch.cat([tile.run() for tile in tiles], dim=1)
+        device_type = rows.device.type
+        dtype = compat.devices.autocast_dtype(device_type)
+        with compat.devices.autocast_to(device_type, dtype, caches=False):
+            outputs = [part.checkpointed(_Tile(part, run, *tile)) for tile in zip(tiles, inputs, strict=True)]
+        output = torch.cat(outputs, dim=1)
         return output.view(*hidden.shape[:-1], output.shape[-1])
 
 
@@ -128,57 +132,48 @@ def try_halves(name: str, module: nn.Module, forward: Callable[..., Any], rows: 
     if any(map(compat.distributed.is_sharded, module.children())):
         raise TileError(name, "its parts are sharded one by one (FSDP).")
     before = StepState(module, compat.random_state.devices_of([rows]))
-    dropouts = [inner for inner in module.modules() if isinstance(inner, nn.Dropout) and inner.training]
     autocast_dtype = compat.devices.autocast_dtype(rows.device.type)
-    try:
-        for dropout in dropouts:
-            dropout.training = False
-        with torch.no_grad(), autocast(rows.device.type, autocast_dtype):
-            whole = forward(rows)
-            halves = torch.cat([forward(half) for half in rows.tensor_split(2, dim=1)], dim=1)
-    finally:
-        before.restore()
-        for dropout in dropouts:
-            dropout.training = True
+    with contextlib.ExitStack() as trial:
+        trial.callback(before.restore)
+        for inner in module.modules():
+            if isinstance(inner, nn.Dropout):
+                trial.enter_context(mock.patch.object(inner, "training", False))
+        trial.enter_context(torch.no_grad())
+        trial.enter_context(autocast(rows.device.type, autocast_dtype))  # without cached casts that outlive the trial
+        whole = forward(rows)
+        halves = torch.cat([forward(half) for half in rows.tensor_split(2, dim=1)], dim=1)
     allowed = ROUNDINGS * torch.finfo(autocast_dtype or rows.dtype).eps
     is_near = (whole - halves).float().norm(dim=-1) <= allowed * whole.float().norm(dim=-1)
     if is_near.shape != rows.shape[:2] or not (compat.torch.is_fake(is_near) or is_near.all()):
         raise TileError(name, "it does not map each token by itself.")
 
 
-class _Tile:
-    """One tile of a call of a feed-forward. Its input is saved at once, and its own checkpoint saves nothing.
+class _Tile(Counted):
+    """The forward of one tile. It takes no arguments, because a checkpoint would save them.
 
     Args:
         region: the region of the feed-forward's tiles.
         forward: runs the feed-forward.
         rows: the input [1, tokens, hidden size].
+        saved: what `_Input` returned for the input.
     """
 
-    def __init__(self, region: FullRegion, forward: Callable[..., Any], rows: torch.Tensor) -> None:
-        self.region, self.forward = region, forward
+    def __init__(self, region: FullRegion, forward: Callable[..., Any], rows: torch.Tensor, saved: Any) -> None:
+        super().__init__(forward, region, NO_TENSORS)
         self.rows: torch.Tensor | None = rows
-        """The input until the forward has begun."""
-        # Autograd saves the input for a tensor that requires gradients.
-        self.kept: Any = _Input.apply(torch.empty(0, requires_grad=True), rows)  # type: ignore[no-untyped-call]
-
-    def run(self) -> Any:
-        """Run the tile in the forward."""
-        self.counted = Counted(self.forward, self.region, NO_TENSORS)
-        check = self.region.determinism_check
-        return checkpoint(self, use_reentrant=False, preserve_rng_state=False, determinism_check=check)
+        """The input until the forward has begun; later it is only among the tensors that autograd saved."""
+        self.saved = saved
 
     def __call__(self) -> Any:
-        """Run the tile, the first time and later."""
         rows = self.rows
         self.rows = None
         if rows is None:
-            (rows,) = self.kept.grad_fn.saved_tensors
-        return self.counted(rows)
+            (rows,) = self.saved.grad_fn.saved_tensors
+        return super().__call__(rows)
 
 
 class _Input(torch.autograd.Function):
-    """Saves the input of a tile. Its empty output holds it."""
+    """Saves the input of a tile. The node of its empty output holds the input."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
