@@ -1,79 +1,31 @@
 """Activation checkpointing for Hugging Face models: one flag, per-block plans, the same gradients.
 
-`__all__` lists the public names. They are imported on first use, so `import hf_ckpt` does not import torch.
+`__init__.pyi` lists the public names. They are imported on first use, so `import hf_ckpt` does not import torch.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module below `hf_ckpt` that defines it.
-_HOME = {
-    "Description": "spec.description",
-    "Family": "models.families",
-    "Forecast": "forecast.answer",
-    "HfCkptError": "errors",
-    "MemoryTimeCallback": "training.callback",
-    "OomGuard": "training.guard",
-    "OomGuardMixin": "training.guard",
-    "Plan": "spec.plan",
-    "Spec": "spec.spec",
-    "SpecError": "errors",
-    "describe": "attach.attach",
-    "find_blocks": "models.blocks",
-    "install": "training.install",
-    "paused": "attach.attach",
-    "predict": "forecast.forecast",
-    "register_family": "models.families",
-    "uninstall": "training.install",
-    "verify": "training.verify",
-}
-
-if TYPE_CHECKING:
-    from hf_ckpt.attach.attach import describe, paused
-    from hf_ckpt.errors import HfCkptError, SpecError
-    from hf_ckpt.forecast.answer import Forecast
-    from hf_ckpt.forecast.forecast import predict
-    from hf_ckpt.models.blocks import find_blocks
-    from hf_ckpt.models.families import Family, register_family
-    from hf_ckpt.spec.description import Description
-    from hf_ckpt.spec.plan import Plan
-    from hf_ckpt.spec.spec import Spec
-    from hf_ckpt.training.callback import MemoryTimeCallback
-    from hf_ckpt.training.guard import OomGuard, OomGuardMixin
-    from hf_ckpt.training.install import install, uninstall
-    from hf_ckpt.training.verify import verify
-
-__all__ = [
-    "Description",
-    "Family",
-    "Forecast",
-    "HfCkptError",
-    "MemoryTimeCallback",
-    "OomGuard",
-    "OomGuardMixin",
-    "Plan",
-    "Spec",
-    "SpecError",
-    "describe",
-    "find_blocks",
-    "install",
-    "paused",
-    "predict",
-    "register_family",
-    "uninstall",
-    "verify",
-]
+# As in scientific Python's SPEC 1 (https://scientific-python.org/specs/spec-0001/): one list for the runtime, type
+# checkers and documentation. A second list would differ from it some day.
+_MODULES: dict[str, str] = {}
+for _statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body:
+    if isinstance(_statement, ast.ImportFrom):
+        _MODULES.update(dict.fromkeys([alias.name for alias in _statement.names], str(_statement.module)))
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'hf_ckpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hf_ckpt.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULES])

@@ -7,6 +7,7 @@ accelerate launch -m hf_ckpt [--spec SPEC] [--oom-guard] script.py args...
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import runpy
 import sys
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Hook hf_ckpt into the process, run the script as `__main__`, and remove the hooks.
 
     Returns 0 when the script has ended, and 2 if there is no such script or the spec is invalid. Exceptions of the
-    script, including `SystemExit`, pass through.
+    script pass through, including a `SystemExit` with a code.
     """
     arguments = _parser().parse_args(argv)
     if not arguments.module and not Path(arguments.script).is_file():
@@ -33,44 +34,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         spec = None if arguments.spec is None else Spec.parse(arguments.spec)  # before the slow import of torch
         from hf_ckpt import compat
-        from hf_ckpt.attach.process import enable_calls_since_hooked
-        from hf_ckpt.training.guard import guarded_training_step, report
+        from hf_ckpt.attach.attach import EnableHook
+        from hf_ckpt.training.guard import guard_trainers
         from hf_ckpt.training.install import install, uninstall
+        from hf_ckpt.training.out_of_memory import report
 
-        install(
-            spec=spec,
-            enable_when_trained=arguments.spec is not None,
-            around_training_step=guarded_training_step if arguments.oom_guard else None,
-        )
+        install(spec=spec, enable_when_trained=arguments.spec is not None)
     except HfCkptError as error:
         print(f"hf_ckpt: {error}", file=sys.stderr)
         return 2
 
     def before_step(optimizer: Any) -> None:
         """Say in the first step, not only at the end, if nothing is enabled."""
+        # With `--spec`, models are enabled when they are trained, so that only the end shows whether one was.
         if arguments.spec is None:
-            _say_if_unused(enable_calls_since_hooked(), arguments)
+            _say_if_unused(EnableHook.calls, arguments)
 
-    handle = compat.torch.call_before_optimizers(before_step)
-    try:
-        _run_script(arguments)
-        _say_if_unused(enable_calls_since_hooked(), arguments)
-    except SystemExit as ended:
-        if not ended.code:  # `sys.exit(main())` ends most scripts
-            _say_if_unused(enable_calls_since_hooked(), arguments)
-        raise
-    except Exception as error:
-        report(error)
-        raise
-    finally:
-        handle.remove()
-        uninstall()
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(uninstall)
+        cleanup.callback(compat.torch.call_before_optimizers(before_step).remove)
+        if arguments.oom_guard:
+            cleanup.enter_context(guard_trainers())
+        try:
+            _run_script(arguments)
+        except SystemExit as ended:
+            if ended.code:  # without one, it is the end of most scripts: `sys.exit(main())`
+                raise
+        except Exception as error:  # if memory ran out, the guard's report says which step needed how much
+            report(error)
+            raise
+        _say_if_unused(EnableHook.calls, arguments)
     return 0
 
 
 def _run_script(arguments: argparse.Namespace) -> None:
     """Run the script or module as Python would, with its own `sys.argv` and `sys.path`."""
-    if arguments.module:
+    if arguments.module:  # as `python -m`, which looks for the module in the current folder
         sys.argv = [arguments.script, *arguments.args]
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)

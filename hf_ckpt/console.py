@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,32 +10,24 @@ if TYPE_CHECKING:
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Make a rich console on stdout or stderr.
-
-    If that is not a terminal, the width is the environment variable COLUMNS, or at least 120 columns.
-    """
+    """Make a rich console on stdout or stderr. If that is not a terminal, it has at least 120 columns."""
     from rich.console import Console
 
     console = Console(stderr=stderr)
-    # Not a terminal (a log file, CI): rich would fold tables at 80 columns.
-    kept = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
-    return console if kept else Console(stderr=stderr, width=max(console.width, 120))
+    if not console.is_terminal:  # in a log file, tables would be folded at 80 columns: no command could be copied
+        console.width = max(console.width, 120)
+    return console
 
 
-@contextlib.contextmanager
-def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Show what is done on stderr, beginning with the text `first`: as a spinner in a terminal, else as lines.
+def print_plain(console: Console, *lines: str, style: str = "") -> None:
+    """Print lines as they are: rich would colour numbers, read brackets as markup, and break long lines.
 
-    Yields a function that takes the next text.
+    A command or a line of YAML that is broken in two cannot be copied.
     """
-    console = make_console(stderr=True)
-    if console.is_terminal:
-        with console.status(first) as status:
-            yield status.update
-    else:
+    for line in lines:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
-        def tell(text: str) -> None:
-            print(f"hf-ckpt: {text} ...", file=sys.stderr, flush=True)
 
-        tell(first)
-        yield tell
+def print_progress(text: str) -> None:
+    """Print to stderr what is done now."""
+    print(f"hf-ckpt: {text} ...", file=sys.stderr, flush=True)

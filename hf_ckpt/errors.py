@@ -6,25 +6,17 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MOST_PROBLEMS = 20  # that a message lists
-_MOST_CHARACTERS = 4000  # of each of them
-
 
 def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
     """Return a value as a text of at most `most` characters for an error message.
 
-    Large and deep values are cut before their text is built. With `quoted`, a text is in quotation marks.
+    A spec may hold anything, such as a thousand block numbers or a model, and its errors are sent to trackers. Large
+    and deep values are cut before their text is built. With `quoted`, a text is in quotation marks.
     """
     cut = reprlib.Repr()
-    cut.maxlevel, cut.maxdict, cut.maxlist, cut.maxtuple = 4, 8, 12, 12
-    cut.maxstring = cut.maxother = cut.maxlong = most
-    if isinstance(value, str) and not quoted:
-        text = value[: most + 1]
-    else:
-        try:
-            text = cut.repr(value)
-        except (ValueError, RecursionError):  # Python does not print numbers of more than 4300 digits
-            text = f"a value of type {type(value).__name__}"
+    # Not `repr(value)[:most]`: the text of a large dict takes seconds, and that of a dict in itself never ends.
+    vars(cut).update(maxlevel=4, maxdict=8, maxlist=12, maxtuple=12, maxstring=most, maxother=most, maxlong=most)
+    text = value[: most + 1] if isinstance(value, str) and not quoted else cut.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -33,7 +25,7 @@ def reason_of(error: BaseException, most: int = 400) -> str:
 
     It has at most `most` characters, and no full stop at its end.
     """
-    text = " ".join(str(error)[: 4 * most].split()).rstrip(".")
+    text = " ".join(str(error)[: 4 * most].split()).rstrip(".")  # pydantic's and YAML's have many lines
     if not text or not isinstance(error, (OSError, ValueError)):
         text = f"{type(error).__name__}: {text}".rstrip(": ")
     return shown(text, most, quoted=False)
@@ -56,10 +48,7 @@ class SpecError(HfCkptError, ValueError):
         where = f" in {shown(source, quoted=False)}" if source else ""
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the activation checkpointing spec{where}:"
-        listed = self.problems[:_MOST_PROBLEMS]
-        lines = [f"  - {shown(problem, _MOST_CHARACTERS, quoted=False)}" for problem in listed]
-        more = [f"  ... and {count - _MOST_PROBLEMS} more"] if count > _MOST_PROBLEMS else []
-        super().__init__("\n".join([head, *lines, *more]))
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
 
 
 class NoBlocksError(HfCkptError, TypeError):
@@ -76,8 +65,10 @@ class InfeasibleError(HfCkptError):
     def __init__(
         self, budget_bytes: int, floor_bytes: int, parts: Mapping[str, int], hints: Sequence[str], shown: str
     ) -> None:
-        self.budget_bytes, self.floor_bytes = budget_bytes, floor_bytes
-        self.parts, self.hints = dict(parts), tuple(hints)
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self.parts = dict(parts)
+        self.hints = tuple(hints)
         self.notes: tuple[str, ...] = ()
         super().__init__("\n".join([shown, *(f"  - {hint}" for hint in self.hints)]))
 
@@ -156,8 +147,8 @@ class RebuildError(BlockError):
 class InPlaceError(BlockError):
     """A tensor that backward needs was changed in place after it was saved.
 
-    `tensor` is that tensor, `version` its in-place version when it was saved, and `operation` what changed it, each if
-    it is known.
+    `tensor` is that tensor, `version` its in-place version when it was saved, and `operation` what changed it, if that
+    is known.
     """
 
     advice = (
@@ -165,13 +156,10 @@ class InPlaceError(BlockError):
         "rule (`full` in place of `selective`, or `none`), or clone before changing."
     )
 
-    def __init__(
-        self, block: str, tensor: Any = None, version: int | None = None, operation: str | None = None
-    ) -> None:
-        what = "" if tensor is None else f" of shape {list(tensor.shape)}"
+    def __init__(self, block: str, tensor: Any, version: int, operation: str | None = None) -> None:
         by = "" if operation is None else f" by {operation}"
-        versions = "" if version is None else f" (it is at version {tensor._version}, saved at {version})"
-        super().__init__(block, f"a tensor{what} that backward needs was changed in place{by}{versions}.")
+        problem = f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place{by}"
+        super().__init__(block, f"{problem} (it is at version {tensor._version}, saved at {version}).")
 
 
 class MismatchError(HfCkptError, RuntimeError):

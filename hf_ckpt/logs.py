@@ -8,7 +8,7 @@ import sys
 
 PLANS = logging.getLogger("hf_ckpt.plans")
 """Logs at level INFO when a run is measured, and every plan that is enabled on a model or made for a batch."""
-_given: set[tuple[str, ...]] = set()
+_warned: set[tuple[str, ...]] = set()
 
 
 def tell(message: str, *args: object) -> None:
@@ -17,6 +17,7 @@ def tell(message: str, *args: object) -> None:
     Python shows no messages below WARNING by default, but a run should say that it is measured and what was planned.
     `logging.getLogger("hf_ckpt").setLevel("WARNING")` turns that off.
     """
+    # `hasHandlers` also sees the root's: a program that has set up logging decides by its own level.
     if PLANS.isEnabledFor(logging.INFO) and PLANS.hasHandlers():
         PLANS.info(message, *args)
     elif not (PLANS.level or logging.getLogger("hf_ckpt").level) and os.environ.get("RANK", "0") == "0":
@@ -26,11 +27,11 @@ def tell(message: str, *args: object) -> None:
 def warn_once(log: logging.Logger, message: str, *args: object) -> None:
     """Log a warning, unless it was logged before with the same arguments."""
     key = (log.name, message, *map(str, args))  # as text, because a list has no hash
-    if key not in _given:
-        _given.add(key)
+    if key not in _warned:
+        _warned.add(key)
         log.warning(message, *args)
 
 
 def forget_warnings() -> None:
     """Forget which warnings were logged, so that they can be logged again. Tests use this."""
-    _given.clear()
+    _warned.clear()

@@ -14,8 +14,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter] = 1024**_power
 _LEAST_BYTES = 2**20
 """A smaller size without a unit is refused: the unit was probably forgotten."""
-_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*([a-zA-Z]*)\s*")
-_SHARE = re.compile(r"\s*(\d{0,30}\.\d{1,30}|\d{1,30}(?=\s*%))\s*(%?)\s*")  # not a size: there are no half bytes
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_SHARE = re.compile(r"\s*(\d*\.\d+|\d+(?=\s*%))\s*(%?)\s*")  # not a size: there are no half bytes
 GIB = 2**30
 DEFAULT_SHARE = 0.9
 """Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use if no budget is given. The rest is for
@@ -23,27 +23,27 @@ memory that no tensor holds, such as gaps between blocks of the allocator."""
 
 
 class UnitError(HfCkptError, ValueError):
-    """A text cannot be read as a size or as a share."""
+    """A text cannot be read as a size or as a share. The message continues a sentence that begins with its name."""
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`. `"20G"` is the same, and `"20GB"` is decimal.
 
     A plain number is bytes. Raises `UnitError` if the text is not a positive size, and for a plain number below 1 MiB,
     such as `20`, whose unit was probably forgotten.
     """
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise UnitError(f"a size must be a number of bytes or a text like '20GiB', but is {shown(text)} instead.")
-    match = _SIZE.fullmatch(shown(text, quoted=False))  # `str` raises for an int of more than 4300 digits
+    match = _SIZE.fullmatch(str(text))
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _UNITS:
-        raise UnitError(f"a size must look like '20GiB', '800MB' or 1073741824, but is {shown(text)} instead.")
+        raise UnitError(f"must look like '20GiB', '800MB' or 1073741824, but is {shown(text)} instead")
+    # Not `float`, which rounds fractions such as 0.1, and bytes above 2**53.
     size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
-        raise UnitError(f"a size must be positive, but is {shown(text)} instead.")
+        raise UnitError(f"must be positive, but is {shown(text)} instead")
     if not match.group(2) and size < _LEAST_BYTES:
-        meant = f"{match.group(1)}{'GiB' if size < 1024 else 'MiB' if size < 100 * 1024 else 'B'}"
-        raise UnitError(f"a size needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
+        unit = "GiB" if size < 1024 else "MiB" if size < 100 * 1024 else "B"
+        meant = f"{match.group(1)}{unit}"
+        raise UnitError(f"needs a unit, but is {shown(text)} instead; did you mean {meant!r}?")
     return size
 
 
@@ -60,14 +60,14 @@ def parse_budget(value: float | str) -> int | float:
 
     A share is `"80%"`, or 0.8 as a number or text. Raises `UnitError` if the value is neither a size nor a share.
     """
-    if isinstance(value, float) and value.is_integer() and value >= _LEAST_BYTES:  # such as 2e10
-        value = int(value)
-    share = _SHARE.fullmatch(value) if isinstance(value, str) else None
-    if share is None and not isinstance(value, float):
+    share = _SHARE.fullmatch(str(value))
+    if share is None or (isinstance(value, float) and value >= _LEAST_BYTES):  # such as 2e10, a float in YAML
         return parse_bytes(value)
-    read = float(value if share is None else share.group(1)) / (100 if share is not None and share.group(2) else 1)
+    read = float(share.group(1))
+    if share.group(2):
+        read /= 100
     if not 0 < read <= 1:
-        raise UnitError(f"a share must be above 0 and at most 1, but is {shown(value)} instead.")
+        raise UnitError(f"must be above 0 and at most 1, but is {shown(value)} instead")
     return read
 
 

@@ -26,7 +26,7 @@ from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.console import make_console, progress
+from hf_ckpt.console import make_console, print_progress
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
 from hf_ckpt.training.install import trial
@@ -171,35 +171,37 @@ def load(*, tiny: bool) -> tuple[str, Any, Any, str, str]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train under every plan, in turns, and return all figures for JSON."""
-    with progress("loading the model") as tell:
-        label, model, tokenizer, text_label, text = load(tiny=arguments.tiny)
-        torch.manual_seed(0)
-        model = model.to(compat.devices.accelerator_type() or "cpu").train()
-        model = get_peft_model(
-            model, LoraConfig(r=LORA_RANK, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
-        )
-        shape = (arguments.steps + 2, arguments.batch, arguments.tokens)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: torch.Size(shape).numel()]
-        pieces = torch.tensor(ids, device=model.device).view(shape)
-        batches = [{"input_ids": piece, "labels": piece.clone(), "use_cache": False} for piece in pieces]
-        trainings = [Training(name, spec, model, None) for name, spec in SPECS.items()]
+    print_progress("loading the model")
+    label, model, tokenizer, text_label, text = load(tiny=arguments.tiny)
+    torch.manual_seed(0)
+    model = model.to(compat.devices.accelerator_type() or "cpu").train()
+    model = get_peft_model(
+        model, LoraConfig(r=LORA_RANK, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+    )
+    shape = (arguments.steps + 2, arguments.batch, arguments.tokens)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: torch.Size(shape).numel()]
+    pieces = torch.tensor(ids, device=model.device).view(shape)
+    batches = [{"input_ids": piece, "labels": piece.clone(), "use_cache": False} for piece in pieces]
+    trainings = [Training(name, spec, model, None) for name, spec in SPECS.items()]
 
-        def steps(trained: list[Training], count: int) -> None:
-            for _ in range(count):
-                for training in trained:
-                    tell(f"{training.run.name}, step {len(training.gradients) + 1} of {len(batches)}")
-                    training.step(batches[len(training.gradients)], trainings[0])
+    def steps(trained: list[Training], count: int) -> None:
+        for _ in range(count):
+            for training in trained:
+                print_progress(f"{training.run.name}, step {len(training.gradients) + 1} of {len(batches)}")
+                training.step(batches[len(training.gradients)], trainings[0])
 
-        steps(trainings, 2)
-        highest, lowest = trainings[0].run.live_peak_bytes, trainings[-1].run.live_peak_bytes
-        mebibytes = round((lowest + BUDGET_SHARE * (highest - lowest)) / 2**20)
-        tell("planning")
-        batch, tokens = pieces[0].shape
-        plan = hf_ckpt.predict(model, batch, tokens=tokens, optimizer="adamw", budget=f"{mebibytes}MiB").plan
-        trainings.append(Training(f"budget: {mebibytes}MiB", plan, model, trainings[0]))
-        guarded = Training(f"guard: {mebibytes}MiB", SPECS["none"], model, trainings[0], mebibytes << 20)
-        steps([trainings[-1], guarded], 2)
-        steps(trainings, arguments.steps)
+    steps(trainings, 2)
+    highest, lowest = trainings[0].run.live_peak_bytes, trainings[-1].run.live_peak_bytes
+    mebibytes = round((lowest + BUDGET_SHARE * (highest - lowest)) / 2**20)
+    print_progress("planning")
+    batch, tokens = pieces[0].shape
+    adapters = {"lora": LORA_RANK, "lora_dropout": 0.05}
+    options = {"tokens": tokens, "dtype": "float32", "budget": f"{mebibytes}MiB", **adapters}
+    plan = hf_ckpt.predict(model.config, batch, **options).plan
+    trainings.append(Training(f"budget: {mebibytes}MiB", plan, model, trainings[0]))
+    guarded = Training(f"guard: {mebibytes}MiB", SPECS["none"], model, trainings[0], mebibytes << 20)
+    steps([trainings[-1], guarded], 2)
+    steps(trainings, arguments.steps)
     settings = {"model": label, "text": text_label, "batch": arguments.batch, "tokens": arguments.tokens}
     runs = [dataclasses.asdict(training.run) for training in (*trainings, guarded)]
     return {**settings, "steps": arguments.steps, "lora_rank": LORA_RANK, "runs": runs}

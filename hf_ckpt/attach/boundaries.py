@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import NOTHING, Freed
 from hf_ckpt.engines.head.logits import auto_helps
 from hf_ckpt.spec.actions import Action
 
+Gone = Callable[[], None] | None
 Mark = Callable[[str, str, bool, Action | None, Freed], None]
 """Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether the block's
 input, or its output, requires gradients; for a mark of `engines.trials`, its action, and what the action frees)."""
-Gone = Callable[[], None] | None
 
 
 class Boundaries:
@@ -43,27 +44,30 @@ class Boundaries:
         self._mark = mark
         self._gone = gone
         self._running: _Graphs | None = None
+        """Held while a forward runs, whose graph does not hold it yet."""
         self._graphs: Callable[[], _Graphs | None] = lambda: None
-        self._lock = threading.Lock()
-        self._inside: str | None = None
+        self._lock = threading.Lock()  # autograd runs the backward of each device in a thread of its own
+        self._block: str | None = None
+        """The block whose forward runs."""
         self._in_backward = False
-        self._call = 0
-        """The number of the call of the running forward or backward; 0 between them."""
         self.chunks_help = False
         """Whether the step called the head, and would need less memory with `"head": "auto"`. The losses of TRL use the
         head's weight and never call it."""
-        self._handles: list[Any] = [] if head is None else [head.register_forward_hook(self._sees_head)]
+        self._handles: list[RemovableHandle] = []
+        if head is not None:
+            self._handles.append(head.register_forward_hook(self._after_head))
         for name, module in blocks.items():
-            before, after = functools.partial(self._at, name, False), functools.partial(self._at, name, True)
+            before = functools.partial(self._before, name)
+            after = functools.partial(self._after, name)
+            # Before other hooks: what they allocate, such as FSDP's gathered weights, is memory of the block.
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Boundaries, ({}, None)
+        return Boundaries, ({}, None)  # deepcopy of a model copies the hooks on it, too
 
     def begin(self) -> None:
         """A forward of the step begins. Called from a forward pre-hook."""
-        self._call = compat.frames.running_call()
         self._running = self._graphs()
         if self._running is None:
             self._running = _Graphs()
@@ -82,15 +86,6 @@ class Boundaries:
         else:
             self.mark("returned")
         self._running = None
-        self._call = 0
-
-    def has_raised(self) -> bool:
-        """Whether the forward or backward of the step has ended by an error.
-
-        torch calls no hook after a `KeyboardInterrupt` in a forward, or after any error in a backward. The graphs may
-        outlive it, because a notebook keeps the traceback.
-        """
-        return not compat.frames.is_running(self._call)
 
     @property
     def has_graph(self) -> bool:
@@ -112,42 +107,50 @@ class Boundaries:
             if self._mark is not None:
                 self._mark(what, block, has_graph, action, freed)
 
-    def _at(self, name: str, ended: bool, module: nn.Module, args: Any, other: Any) -> None:
-        """Forward hook: the forward of a block begins with these arguments, or has ended with the output `other`."""
-        values = compat.torch.tree_leaves(other if ended else (args, other))
-        hidden = next((value for value in values if isinstance(value, torch.Tensor) and value.requires_grad), None)
-        if not ended and self._inside is None and not self._in_backward:  # transformers 4 recomputes with hooks
-            if self._mark is not None and torch.is_grad_enabled() and not compat.torch.is_compiling():
-                self._inside = name
-                self.mark("forward", name, hidden is not None)
-        elif ended and self._inside == name:
-            self._inside = None
-            self.mark("forwarded", name, hidden is not None)
-            if hidden is not None:
-                graphs = self._graphs()  # this hook belongs to the graph, and holds them as long as that exists
-                begins: Any = lambda gradient, held=graphs: self._begins_backward(name)  # noqa: E731
-                hidden.register_hook(begins)  # type: ignore[no-untyped-call]
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook: the forward of a block begins."""
+        # transformers 4 recomputes a block together with its hooks, in backward. Blocks inside a block are part of it.
+        if self._block is not None or self._in_backward or self._mark is None:
+            return
+        if torch.is_grad_enabled() and not compat.torch.is_compiling():
+            self._block = name
+            self.mark("forward", name, _with_graph((args, kwargs)) is not None)
 
-    def _sees_head(self, head: nn.Module, args: Any, logits: Any) -> None:
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: the forward of a block has ended."""
+        if self._block != name:
+            return
+        self._block = None
+        hidden = _with_graph(output)
+        self.mark("forwarded", name, hidden is not None)
+        if hidden is not None:
+            # The graph holds this hook, and so `_Graphs`, which exists as long as the graph does.
+            begins: Any = functools.partial(self._begins_backward, name, self._graphs())
+            hidden.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    def _after_head(self, head: nn.Module, args: Any, logits: Any) -> None:
         if compat.torch.is_compiling() or self._mark is None or not isinstance(logits, torch.Tensor):
             return
         if torch.is_grad_enabled():  # not if text is generated
             self.chunks_help = auto_helps(head, logits)
 
-    def _begins_backward(self, name: str) -> None:
+    def _begins_backward(self, name: str, graphs: _Graphs | None, gradient: torch.Tensor) -> None:
         if self._mark is None or compat.torch.is_compiling():
             return
         if not self._in_backward:
             compat.torch.call_after_backward(self._ends_backward)
-            # The call of autograd's engine, which calls this; 0 in a thread of its own.
-            self._call = compat.frames.running_call()
         self._in_backward = True
         self.mark("backward", name)
 
     def _ends_backward(self) -> None:
         self._in_backward = False
-        self._call = 0
         self.mark("end")
+
+
+def _with_graph(values: Any) -> torch.Tensor | None:
+    """Return the first tensor among nested values that requires gradients: the hidden states, as long as they do."""
+    tensors = (value for value in compat.torch.tree_leaves(values) if isinstance(value, torch.Tensor))
+    return next((tensor for tensor in tensors if tensor.requires_grad), None)
 
 
 class _Graphs:

@@ -13,12 +13,7 @@ from hf_ckpt.errors import HfCkptError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 for success, 1 for a failed check, and 2 for an error of hf_ckpt, which is printed."""
-    parser = _parser()
-    words = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv) if word.startswith("--")]
-    twice = next((word for word in words if words.count(word) > 1), None)
-    if twice is not None:  # argparse would drop the first
-        parser.error(f"{twice} is given twice")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except HfCkptError as error:
@@ -26,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line, with all verbs."""
     parser = argparse.ArgumentParser(
         prog="hf-ckpt",
         description="Per-block activation checkpointing for Hugging Face models. To run a training script of your own "

@@ -1,37 +1,37 @@
-"""`hf-ckpt plan`: find the fastest plan of a training within a memory budget, with its peak and step time."""
+"""`hf-ckpt plan`: find the fastest plan of a training within a memory budget, with its peak and step time.
+
+Which blocks keep, rebuild or recompute so that a training step is the fastest that fits, with its peak and what fills
+it, step time and tokens a second, all predicted. Exit code 2 if nothing fits.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.arguments import add_options, asked_of, quiet_libraries
-from hf_ckpt.console import make_console, progress
+from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
+from hf_ckpt.console import make_console, print_plain, print_progress
 from hf_ckpt.forecast.answer import print_forecast
-from hf_ckpt.forecast.question import FIELDS, Question, about, question
+from hf_ckpt.forecast.question import FIELDS, Question, question
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 
 
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
-    plan = verbs.add_parser(
-        "plan",
-        help="plan a training for a memory budget, without weights and without a GPU",
-        description="Which blocks keep, rebuild or recompute so that a training step is the fastest that fits, with "
-        "its peak and what fills it, step time and tokens a second, all predicted. Exit code 2 if nothing fits.",
-        epilog="example: hf-ckpt plan llama-3.1-8b --seq 8192 --lora 16 --load-in-4bit --head auto --device 4090",
-    )
-    model = about(FIELDS["model"]).help
-    plan.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=f"{model}; or as in the file of --config")
+    example = "example: hf-ckpt plan llama-3.1-8b --seq 8192 --lora 16 --load-in-4bit --head auto --device 4090"
+    help = "plan a training for a memory budget, without weights and without a GPU"
+    plan = add_verb(verbs, __name__, run, help, epilog=example)
+    model = f"{FIELDS['model'].help}; or as in the file of --config"
+    plan.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=model)
     add_options(plan)
     plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments, YAML or JSON; options win")
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
-    plan.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,14 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     Returns 2 if no plan fits into the budget, or the plan does not fit into the device.
     """
     if arguments.out is not None:
-        refuse_unwritable(arguments.out, SUFFIXES)
+        refuse_unwritable(arguments.out, SUFFIXES)  # not only after minutes of planning
     quiet_libraries(to_plan=True)
-    asked, program = _read_config(arguments)
-    console = make_console(stderr=arguments.json)
-    with progress(f"{asked.model}: loading torch and transformers") as tell:
-        from hf_ckpt.forecast.forecast import Forecaster
+    training, program = _read_config(arguments)
+    console = make_console(stderr=arguments.json)  # stdout is then JSON, whole and alone
+    print_progress(f"{training.model}: loading torch and transformers")
+    from hf_ckpt.forecast.forecast import Forecaster
 
-        forecast = Forecaster(asked, tell, program=program).answer()
+    forecast = Forecaster(training, print_progress).answer()
+    if program and forecast.plan:  # its files have other keys than `TrainingArguments`
+        title = f"The spec, for {program} (docs/integrations.md says where)"
+        forecast = dataclasses.replace(forecast, write={title: json.dumps(forecast.spec)})
     if arguments.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:
@@ -57,23 +60,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         forecast.plan.save(arguments.out)
         spec = json.dumps({"plan": str(arguments.out)})
-        text = f"wrote the plan to {arguments.out}; the spec to train with it: {spec}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_plain(console, f"wrote the plan to {arguments.out}; the spec to train with it: {spec}")
     return 0 if forecast.fits else 2
 
 
 def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
     """Return the question of the options and of a training file, and the file's owner. Findings go to stderr."""
-    given = asked_of(arguments)
+    options = options_of(arguments)
     if arguments.config is None:
-        return question(given), ""
-    with progress(f"reading {arguments.config}"):
-        from hf_ckpt.doctor.rules import diagnose
-        from hf_ckpt.doctor.trainings import fields_of, read_training
+        return question(options), ""
+    print_progress(f"reading {arguments.config}")
+    from hf_ckpt.doctor.rules import diagnose
+    from hf_ckpt.doctor.trainings import fields_of, read_training
 
-        training = read_training([arguments.config])
-        owner = training.owner
-        print(f"hf-ckpt: {arguments.config}: a file of {training.owners[str(arguments.config)]}", file=sys.stderr)
-        for finding in diagnose(training):
-            print(f"hf-ckpt: {arguments.config}: {finding.where}: {finding.what}", file=sys.stderr)
-        return question(fields_of(training, given)), owner.name if owner.needs else ""
+    training = read_training([arguments.config])
+    owner = training.owner
+    print(f"hf-ckpt: {arguments.config}: a file of {training.owners[str(arguments.config)]}", file=sys.stderr)
+    for finding in diagnose(training):
+        print(f"hf-ckpt: {arguments.config}: {finding.where}: {finding.what}", file=sys.stderr)
+    program = owner.name if owner.needs else ""
+    return question(fields_of(training, options)), program

@@ -38,8 +38,10 @@ def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Compiled:
     """Return a compiled copy of a function, which shares no graphs with other copies. Graph breaks are errors."""
+    # torch.compile caches graphs by the code object, so that a copy has graphs of its own.
     code = function.__code__.replace(co_name=name)
     copied = types.FunctionType(code, function.__globals__, name)
+    # By default torch makes 8 graphs of a function, and then raises an error. Older torch takes no other number here.
     compile_: Any = torch.compile
     limit = {"recompile_limit": _MOST_GRAPHS} if "recompile_limit" in inspect.signature(compile_).parameters else {}
     compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, **limit)
@@ -58,9 +60,11 @@ def keeping(share: float) -> Iterator[None]:
     Random draws and routers' choices of experts are always kept, so that backward uses those of the forward. Raises
     `HfCkptError` if a user has set `torch._inductor.config.joint_custom_post_pass`, which this needs.
     """
-    inductor, ours = private("torch._inductor.config"), _keeping_what_may_change()
+    inductor = private("torch._inductor.config")
+    ours = _keeping_what_may_change()
     if inductor.joint_custom_post_pass not in (None, ours):
         raise HfCkptError("compiled blocks need `torch._inductor.config.joint_custom_post_pass`, which is set already.")
+    # Both are read while AOTAutograd splits the graph of forward and backward, so a patch around it is enough.
     budget = private("torch._functorch.config").patch(activation_memory_budget=max(share, _LEAST_SHARE))
     with budget, inductor.patch(joint_custom_post_pass=ours):
         yield
@@ -74,11 +78,12 @@ def _keeping_what_may_change() -> Any:
     class Keeping(base):
         def __call__(self, graph: torch.fx.Graph) -> None:
             for node in graph.nodes:
+                # A draw in backward would be another one; a score may be rounded otherwise, and so rank otherwise.
                 if _draws(node) or _chooses(node):
                     node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> str:
-            """Key of this pass for graph caches on disk."""
+            """Key of this pass for graph caches on disk. A change of what the pass does needs another number."""
             return "hf_ckpt: random draws and choices are kept, 2"
 
     return Keeping()
@@ -90,8 +95,8 @@ def _draws(node: torch.fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):  # functions of Python have none
         return False
     names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or arguments.get("dropout_p", 0.0) != 0.0
 
 
 def _chooses(node: torch.fx.Node) -> bool:
@@ -120,6 +125,7 @@ def outside_graphs(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[s
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled by itself, rather than as part of a larger one."""
+    # `torch.compile(module)` makes a wrapper, and `module.compile()` sets an attribute.
     if isinstance(module, compiled_module_class()) or module._compiled_call_impl is not None:
         return True
     return hasattr(module.forward, "_torchdynamo_orig_callable")  # `module.forward = torch.compile(module.forward)`

@@ -35,12 +35,13 @@ def accelerators(devices: Iterable[torch.device] | None) -> list[torch.device]:
 
     None gives the machine's current accelerator, if any. A device without a number is the current one of its type.
     """
-    found = set()
+    numbered = set()
     for device in filter(None, [current_accelerator()] if devices is None else devices):
         if device.type not in ("cpu", "meta"):
+            # torch tells the current number of the machine's accelerator only; of other types, models use the first.
             current = torch.accelerator.current_device_index() if device.type == accelerator_type() else 0
-            found.add(torch.device(device.type, current if device.index is None else device.index))
-    return sorted(found, key=lambda device: (device.type, device.index))
+            numbered.add(torch.device(device.type, current if device.index is None else device.index))
+    return sorted(numbered, key=lambda device: (device.type, device.index))
 
 
 def shares_host_memory(device_type: str) -> bool:
@@ -52,8 +53,8 @@ def device_name(devices: Iterable[torch.device] | None) -> str:
     """Return the name of the first accelerator among some devices, such as `NVIDIA A100-SXM4-80GB`, or its type if
     torch does not tell the name; `cpu` without one. None is as for `accelerators`."""
     for device in accelerators(devices):
-        name = getattr(getattr(torch, device.type, None), "get_device_name", None)
-        return device.type if name is None else str(name(device))
+        get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+        return device.type if get_name is None else str(get_name(device))
     return "cpu"
 
 
@@ -84,23 +85,26 @@ def allocator_bytes(device: torch.device) -> AllocatorBytes:
     in use, although it has the key for it (as torch's reference backend, which counts what was allocated).
     """
     module = _module_with("memory_stats", device)
-    nested = getattr(module, "memory_stats_as_nested_dict", None)  # faster
-    stats = module.memory_stats(device) if nested is None else nested(device)
-    if not stats:  # nothing has been allocated yet
+    # torch makes the flat dict from the nested one, with a hundred keys, and steps read memory at every boundary.
+    read = getattr(module, "memory_stats_as_nested_dict", module.memory_stats)
+    statistics = read(device)
+    if not statistics:  # nothing has been allocated yet
         return AllocatorBytes()
-    active, reserved = _statistic(stats, "active_bytes"), _statistic(stats, "reserved_bytes")
-    if not any(active) and any(_statistic(stats, "allocated_bytes")):
+    active = _statistic(statistics, "active_bytes")
+    reserved = _statistic(statistics, "reserved_bytes")
+    if not any(active) and any(_statistic(statistics, "allocated_bytes")):
         raise RuntimeError("the allocator counts allocated bytes, but no active ones")
     return AllocatorBytes(*active, *reserved)
 
 
-def _statistic(stats: Mapping[str, Any], kind: str) -> tuple[int, int]:
+def _statistic(statistics: Mapping[str, Any], kind: str) -> tuple[int, int]:
     """Return (current, peak) of a kind of statistics. Raises RuntimeError if the device does not keep it."""
     try:
-        found = stats[kind]["all"] if kind in stats else {k: stats[f"{kind}.all.{k}"] for k in ("current", "peak")}
+        if kind in statistics:  # a nested dict
+            return int(statistics[kind]["all"]["current"]), int(statistics[kind]["all"]["peak"])
+        return int(statistics[f"{kind}.all.current"]), int(statistics[f"{kind}.all.peak"])
     except KeyError:
         raise RuntimeError(f"the allocator keeps no {kind}") from None
-    return int(found["current"]), int(found["peak"])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -110,18 +114,18 @@ def reset_peak(device: torch.device) -> None:
 
 def _module_with(name: str, device: torch.device) -> Any:
     """Return the module that has this function for a device. Raises RuntimeError if there is none."""
-    own, every = getattr(torch, device.type, None), torch.accelerator
-    if hasattr(own, name):
-        return own
-    if device.type != accelerator_type() or not hasattr(every, name):
+    module = getattr(torch, device.type, None)
+    if hasattr(module, name):
+        return module
+    if device.type != accelerator_type() or not hasattr(torch.accelerator, name):
         raise RuntimeError(f"torch has no {name} for {device.type}")
-    return every
+    return torch.accelerator
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Return the (free, total) bytes of a device, counting all processes. Raises RuntimeError if it does not tell."""
-    own = getattr(getattr(torch, device.type, None), "mem_get_info", None)
-    free, total = (own or _module_with("get_memory_info", device).get_memory_info)(device)
+    of_device = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+    free, total = (of_device or _module_with("get_memory_info", device).get_memory_info)(device)
     return int(free), int(total)
 
 
@@ -140,20 +144,19 @@ def write_snapshot(path: Path) -> None:
     `torch.cuda.memory._record_memory_history()` begins that. https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
     runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    # A build with CUDA on a machine without a driver has the function, too, and fails in it.
     if runs and getattr(torch._C, "_cuda_isHistoryEnabled", bool)():
         private("torch.cuda.memory._dump_snapshot")(str(path))
 
 
 FULL = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU, MLU, MUSA
-    "STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN
-    "CUDNN_STATUS_NOT_SUPPORTED.",  # accelerate takes it for one, too
     "DefaultCPUAllocator: can't allocate memory",
-    "RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU: level zero (ZE_) and unified runtime (UR_)
-    "RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
-    "EL0004",  # NPU: https://www.hiascend.com/document, "Failed to allocate memory"
+    "CUDNN_STATUS_NOT_SUPPORTED.",  # accelerate takes it for one, too
     "PT_DEVMEM Allocation failed",  # HPU
+    "STATUS_ALLOC_FAILED",  # cuBLAS, hipBLAS, muBLAS, cuDNN
+    "RESULT_ERROR_OUT_OF_",  # XPU: level zero (ZE_) and unified runtime (UR_)
+    "EL0004",  # NPU: https://www.hiascend.com/document, "Failed to allocate memory"
 )
 """Words of errors that say that a device is out of memory."""
 
@@ -162,8 +165,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host is out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) == 2:
-        return True  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
+    # Other kinds come from the libraries of a device, which say it in words.
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
@@ -203,7 +205,8 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
     Not by `with stream`: torch 2.13 keeps what to restore on the stream, and several threads may enter it.
     """
-    number, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    number = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)  # makes its device the current one, too
     try:
         yield
@@ -215,7 +218,8 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 def has_timed_events(device: torch.device) -> bool:
     """Whether the events of a device measure time. Waits for the device."""
     try:
-        first, last = timed_event(device), timed_event(device)
+        first = timed_event(device)
+        last = timed_event(device)
         last.synchronize()
         first.elapsed_time(last)
     except (RuntimeError, ValueError):  # torch tells neither in advance
@@ -241,8 +245,8 @@ def is_capturing() -> bool:
 
 def is_initialized(module: Any) -> bool:
     """Whether the module of a device, such as `torch.cuda`, has initialised the device. Some do so on their own."""
-    asked = getattr(module, "is_initialized", None)
-    return asked is None or bool(asked())
+    tells = getattr(module, "is_initialized", None)
+    return tells is None or bool(tells())
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -256,11 +260,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
-
-
-def autocast_now() -> dict[str, torch.dtype | None]:
-    """Return autocast's current types on the CPU and on the accelerator: type of device -> type; None while off."""
-    return {device_type: autocast_dtype(device_type) for device_type in ("cpu", accelerator_type() or "cpu")}
 
 
 def autocast_to(
@@ -281,7 +280,5 @@ def autocast_to(
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
     """Turn autocast off on the CPU and on the accelerator, inside this context."""
-    with contextlib.ExitStack() as off:
-        for device_type in autocast_now():
-            off.enter_context(autocast_to(device_type, None))
+    with autocast_to("cpu", None), autocast_to(accelerator_type() or "cpu", None):
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from typing import Any
 
 import torch
@@ -40,11 +39,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _is_fsdp(module: nn.Module) -> bool:
+    # FSDP1 is a wrapper; FSDP2 replaces a module's class by a subclass. By name, because importing either is slow.
     return type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
 
 
 def ranks_recompute_together(model: nn.Module) -> bool:
     """Whether all ranks must recompute the same blocks: under ZeRO-3, recomputation gathers parameters again."""
+    # DeepSpeed marks parameters under ZeRO-3 only. Its engine may not exist yet, and wraps the model from outside.
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
@@ -56,8 +57,8 @@ def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor; an unsharded tensor is returned unchanged."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return part
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -70,11 +71,10 @@ def parameters_stay(module: nn.Module) -> bool:
 
     They do not if FSDP, ZeRO-3 or tensor parallelism shards them, or if accelerate's hooks move them in and out.
     """
-    return not any(
-        _is_fsdp(inner)
-        or hasattr(inner, ACCELERATES_HOOK)
-        or any(hasattr(p, "ds_id") or hasattr(p.data, "device_mesh") for p in inner.parameters(recurse=False))
-        for inner in module.modules()
+    return not (
+        is_sharded(module)
+        or any(hasattr(inner, ACCELERATES_HOOK) for inner in module.modules())
+        or any(hasattr(parameter.data, "device_mesh") for parameter in module.parameters())
     )
 
 
@@ -85,29 +85,12 @@ def devices_of_model(model: nn.Module) -> set[torch.device]:
     """
     parameters = list(model.parameters())
     devices = {parameter.device for parameter in parameters if not parameter.is_meta} or {torch.device("cpu")}
+    # Parameters that wait in host memory tell nothing of where they are computed.
     here = current_accelerator()
     if here is None or any(accelerators(devices)) or not is_sharded(model):
         return devices
-    by_fsdp1: set[Any] = {getattr(module, "compute_device", None) for module in model.modules()} - {None}
     by_mesh = {p.data.device_mesh.device_type for p in parameters if hasattr(p.data, "device_mesh")}
-    if by_fsdp1:
-        return by_fsdp1
     return devices if by_mesh and here.type not in by_mesh else {here}
-
-
-def bucket_bytes(model: nn.Module) -> int:
-    """Return the bytes of the buckets in which a DistributedDataParallel reduces gradients; 0 for any other model.
-
-    With `gradient_as_bucket_view`, the gradients are in the buckets and count with these.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = getattr(model, "_orig_mod", model)  # torch.compile wraps it
-    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
-        return 0
-    if torch.distributed.get_world_size(model.process_group) == 1:
-        return 0
-    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def ranks() -> int:
@@ -136,19 +119,10 @@ def deepspeed_with_empty_shapes(model: nn.Module) -> str | None:
     """
     if not any(hasattr(parameter, "ds_id") and not parameter.requires_grad for parameter in model.parameters()):
         return None
-    found = importlib.metadata.version("deepspeed")
-    return found if Version(found) <= Version(LAST_DEEPSPEED_WITH_EMPTY_SHAPES) else None
+    version = importlib.metadata.version("deepspeed")  # of a release: whether it has the fault cannot be detected
+    return version if Version(version) <= Version(LAST_DEEPSPEED_WITH_EMPTY_SHAPES) else None
 
 
 def counted_by_deepspeed(name: str) -> bool:
     """Whether a module's attribute is a counter or mark of DeepSpeed, which changes in forward and backward."""
     return name.startswith("ds_") or name == "applied_pre_backward_ref_cnt"
-
-
-def accelerate_owns_checkpointing() -> bool:
-    """Whether this process's FSDP plugin of accelerate checkpoints activations itself."""
-    state_module = sys.modules.get("accelerate.state")
-    if state_module is None or not state_module.AcceleratorState._shared_state:
-        return False
-    plugin = state_module.AcceleratorState._shared_state.get("fsdp_plugin")
-    return bool(plugin is not None and getattr(plugin, "activation_checkpointing", False))

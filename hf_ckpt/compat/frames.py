@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import transformers.pytorch_utils
-from torch import nn
 from torch.nn import functional
 
 _DROPOUT = getattr(functional.dropout, "__code__", None)
@@ -25,23 +25,6 @@ def callers() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def running_call() -> int:
-    """Return the number of the call from which hf_ckpt is called.
-
-    It is for `is_running`, and 0 without such a call. It is the address of the call's frame, because the frame itself
-    would keep alive all that its variables hold.
-    """
-    return next(map(id, callers()), 0)
-
-
-def is_running(number: int) -> bool:
-    """Whether a call of this thread, by its number from `running_call`, has not ended yet. True for 0."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and number not in (0, id(frame)):
-        frame = frame.f_back
-    return frame is not None
-
-
 def input_of_dropout() -> torch.Tensor | None:
     """Return the input of `nn.functional.dropout`, if hf_ckpt is called from it, for example in a saved-tensor hook.
 
@@ -49,10 +32,11 @@ def input_of_dropout() -> torch.Tensor | None:
     function.
     """
     frame = next(callers(), None)
+    # Some programs replace `functional.dropout`, and then `_DROPOUT` may be the code of their own function.
     if frame is None or frame.f_code is not _DROPOUT or frame.f_code.co_filename != functional.__file__:
         return None
-    given: torch.Tensor = frame.f_locals["input"]
-    return given
+    tensor: torch.Tensor = frame.f_locals["input"]
+    return tensor
 
 
 def bias_of_linear() -> torch.Tensor | None:
@@ -61,16 +45,19 @@ def bias_of_linear() -> torch.Tensor | None:
     None if the layer has none, or if hf_ckpt is called from anything else, such as a block that passes a layer's weight
     to a function together with another bias.
     """
+    # Not by `callers`: rebuilding calls this for every linear layer, and a generator takes three times as long.
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_ckpt."):
         frame = frame.f_back
     if frame.f_code.co_name != "forward" or frame.f_code.co_filename not in _LINEAR:
         return None
+    # Not `self.bias`, which is a property under torch.nn.utils.parametrize, and would compute another tensor.
     bias: torch.Tensor | None = vars(frame.f_locals["self"])["_parameters"].get("bias")
     return bias
 
 
-def running_modules() -> Iterator[nn.Module]:
-    """Yield the modules from whose methods hf_ckpt is called, for example in a saved-tensor hook, innermost first."""
-    found = (frame.f_locals.get("self") for frame in callers())
-    yield from (module for module in found if isinstance(module, nn.Module))
+def running(kind: type) -> Iterator[Any]:
+    """Yield the objects of this type whose methods call hf_ckpt right now, innermost first: modules in a saved-tensor
+    hook, or the Trainer and its callback handler, which transformers passes to no callback."""
+    owners = (frame.f_locals.get("self") for frame in callers())
+    yield from (owner for owner in owners if isinstance(owner, kind))

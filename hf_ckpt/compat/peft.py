@@ -24,12 +24,6 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     return adapted
 
 
-def adapters_of(model: nn.Module) -> dict[str, Any]:
-    """Return the adapters of a model, plain or wrapped: name -> config of PEFT."""
-    configs = (getattr(module, "peft_config", None) for module in model.modules())
-    return next((found for found in configs if isinstance(found, dict)), {})
-
-
 def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
     """Make adapters on layers of a class run like PEFT's own for 4 bits (`peft/tuners/lora/bnb.py`)."""
     from peft.tuners.lora.layer import Linear
@@ -39,14 +33,18 @@ def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
             result: torch.Tensor = self.base_layer(x, *args, **kwargs)
             if self.disable_adapters:
                 return result
-            result, casts = result.clone(), not torch.is_autocast_enabled()
+            result = result.clone()  # PEFT avoids failing backwards through views, and so allocates this
+            casts = not torch.is_autocast_enabled()
             for name in self.active_adapters:
                 if casts:
                     x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
                 output = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](x))) * self.scaling[name]
-                result = result + (output.to(result.dtype) if casts else output)
+                if casts:
+                    output = output.to(result.dtype)
+                result = result + output
             return result
 
+    # PEFT has put its plain kind of layer around these, which are no layers of bitsandbytes.
     for module in model.modules():
         if type(module) is Linear and isinstance(module.base_layer, layer_class):
             module.__class__ = Adapted
@@ -55,6 +53,7 @@ def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable a model's adapters inside this context, as PEFT's `disable_adapter` does."""
+    # That method also sets `requires_grad` of adapters, and models with adapters inside do not have it.
     with contextlib.ExitStack() as off:
         for module in model.modules():
             if hasattr(module, "_disable_adapters"):
@@ -64,6 +63,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def is_adapter(kind: type) -> bool:
     """Whether a class of modules is one of PEFT's layers with adapters, apart from Arrow's, which route tokens."""
+    # By name, because models without adapters must not wait for the import of PEFT.
     return kind.__module__.startswith("peft.tuners.") and kind.__module__ != "peft.tuners.lora.arrow"
 
 

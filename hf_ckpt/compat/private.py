@@ -14,21 +14,16 @@ import torch
 from hf_ckpt.errors import HfCkptError
 
 
+@functools.cache  # blocks call this in every forward, and importing by name is slow
 def private(name: str) -> Any:
-    """Return torch's object of a private name, such as `torch._C._current_graph_task_id`.
+    """Return torch's object of a private name, such as `torch._C._current_graph_task_id`. It must not change later.
 
     Raises `HfCkptError` if torch lacks it.
     """
-    owner, _, attribute = name.rpartition(".")
     try:
-        return getattr(_owner(owner), attribute)
+        return pkgutil.resolve_name(name)
     except (AttributeError, ImportError):
         raise HfCkptError(
             f"torch {torch.__version__} has no {name}, which hf_ckpt needs. Install a torch that hf_ckpt is tested "
             "with (docs/versions.md)."
         ) from None
-
-
-@functools.cache  # blocks call this in every forward, and importing by name is the slowest part
-def _owner(name: str) -> Any:
-    return pkgutil.resolve_name(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import operator
@@ -16,7 +17,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -28,9 +28,8 @@ from hf_ckpt.compat.private import private
 log = logging.getLogger(__name__)
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile is tracing the current call."""
-    return bool(torch.compiler.is_compiling())
+is_compiling = torch.compiler.is_compiling
+"""Returns whether torch.compile is tracing the current call."""
 
 
 def is_replica(module: nn.Module) -> bool:
@@ -41,7 +40,9 @@ def is_replica(module: nn.Module) -> bool:
 def transforms() -> set[str]:
     """Return the active transforms of torch.func: `grad`, `vmap`, and `jvp`, which also means forward-mode AD."""
     stack = private("torch._C._functorch.get_interpreter_stack")() or ()
-    forward_mode = {"jvp"} if private("torch.autograd.forward_ad._current_level") >= 0 else set()
+    # Forward-mode AD without torch.func has no entry in that stack, but a level from 0 on.
+    forward_mode = {"jvp"} if private("torch.autograd.forward_ad")._current_level >= 0 else set()
+    # `functionalize`, which torch.compile uses itself, also has entries. It changes nothing here.
     return {entry.key().name.lower() for entry in stack} & {"grad", "jvp", "vmap"} | forward_mode
 
 
@@ -54,6 +55,7 @@ parameters_replaced: Callable[[nn.Module, Mapping[str, torch.Tensor]], contextli
 parameters_replaced = private("torch.nn.utils.stateless._reparametrize_module")
 """Makes a context in which a module has other tensors as parameters of these names: `torch.func.functional_call`
 without the call, which would run the hooks of the module."""
+# Neither a model nor torch refers to the optimizers of a model.
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -77,13 +79,12 @@ def call_around_optimizers(before: Callable[[], None], after: Callable[[], None]
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the known optimizers that update parameters of `model`: see `remember_optimizer`."""
-    known = list(_optimizers)
-    mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad} if known else set()
-    return [
-        optimizer
-        for optimizer in known
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
-    ]
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+    def updates_this_model(optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
+
+    return list(filter(updates_this_model, _optimizers))
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
@@ -98,9 +99,8 @@ def call_after_backward(function: Callable[[], None]) -> bool:
     return True
 
 
-def running_node() -> Any:
-    """The node of autograd that this thread runs; None outside a backward."""
-    return private("torch._C._current_autograd_node")()
+running_node: Callable[[], Any] = private("torch._C._current_autograd_node")
+"""Returns the node of autograd that this thread runs; None outside a backward."""
 
 
 def is_unused_random_state(saved: torch.Tensor) -> bool:
@@ -109,9 +109,11 @@ def is_unused_random_state(saved: torch.Tensor) -> bool:
     Fused kernels on CUDA save it, and leave its memory unwritten then: those of torch, and the package flash-attn. Must
     be called from an unpack hook.
     """
+    # Cheap tests first: every saved tensor comes here while a block is checked.
     if saved.is_floating_point() or saved.numel() > _MOST_STATE:
         return False
     node = running_node()
+    # Nodes of torch's operations have `_saved_dropout_p`; flash-attn's Python function stores it under its own name.
     return getattr(node, "_saved_dropout_p", getattr(node, "dropout_p", None)) == 0.0
 
 
@@ -123,10 +125,9 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 """The functions (pack, unpack) for `torch.autograd.graph.saved_tensors_hooks`."""
 
 
-def top_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the innermost active saved-tensor hooks; None without any."""
-    top: SavedTensorHooks | None = _top_hooks(True)
-    return top
+top_saved_tensor_hooks: Callable[[], SavedTensorHooks | None]
+top_saved_tensor_hooks = functools.partial(private("torch._C._autograd._top_saved_tensors_default_hooks"), True)
+"""Returns the innermost active saved-tensor hooks; None without any."""
 
 
 @contextlib.contextmanager
@@ -136,14 +137,12 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     if hooks is None:
         yield
         return
+    # torch has a context that forbids all hooks (`disable_saved_tensors_hooks`), but none that lifts one pair.
     private("torch._C._autograd._pop_saved_tensors_default_hooks")()
     try:
         yield
     finally:
         private("torch._C._autograd._push_saved_tensors_default_hooks")(*hooks)
-
-
-_top_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 StopRecomputation: type[Exception] = private("torch.utils.checkpoint._StopRecomputationError")
@@ -200,6 +199,7 @@ def run_watched(on_error: Callable[[Exception], None], function: Callable[..., A
     pack, unpack = hooks
     frame = _frame_of(pack)
     if frame is not None:
+        # torch has made the record already, and offers no way to make another kind of it.
         frame.on_error = on_error
         frame.__class__ = _WatchedFrame
         if frame.metadata_fn is _default_metadata:
@@ -226,15 +226,19 @@ def run_again(function: Callable[..., Any], *args: Any) -> Any:
     saves. `untraced` has the same effect at no cost per call. torch 2.8 has no wrapper.
     """
     hooks = top_saved_tensor_hooks()
-    pack = None if hooks is None else getattr(hooks[0], "_torchdynamo_orig_callable", None)
-    if hooks is None or pack is None:
+    if hooks is None:
         return function(*args)
-    with torch.autograd.graph.saved_tensors_hooks(untraced(pack), hooks[1]):
+    pack, unpack = hooks
+    unwrapped = getattr(pack, "_torchdynamo_orig_callable", None)
+    if unwrapped is None:
+        return function(*args)
+    with torch.autograd.graph.saved_tensors_hooks(untraced(unwrapped), unpack):
         return function(*args)
 
 
 def _frame_of(pack: Any) -> Any:
     """Return the record that a pack hook of torch's checkpoint writes to; None if it is not as expected (torch 2.8)."""
+    # `pack` is a closure of `_checkpoint_hook.__init__` (torch/utils/checkpoint.py). Its cell holds the record.
     for cell in pack.__closure__ or ():
         frame = cell.cell_contents
         if type(frame) is _WatchedFrame.__base__ and vars(frame).keys() >= _READ and hasattr(frame, "get_inputs"):
@@ -244,6 +248,7 @@ def _frame_of(pack: Any) -> Any:
 
 def is_in_place_error(error: Exception) -> bool:
     """Whether autograd raised an error because a saved tensor was changed in place."""
+    # torch/csrc/autograd/saved_variable.cpp; it has no class of errors for it.
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
 
 
@@ -251,16 +256,6 @@ def add_note(error: Exception, text: str) -> None:
     """Add a note to an error, once. Python 3.10 has no notes: the text is logged."""
     if text not in getattr(error, "__notes__", ()):
         getattr(error, "add_note", log.error)(text)
-
-
-def call_before_next_module(function: Callable[[], None]) -> None:
-    """Call a function once, before the next forward of any module of the process."""
-
-    def run(*_: Any) -> None:
-        handle.remove()
-        function()
-
-    handle = register_module_forward_pre_hook(run)
 
 
 def are_of_a_checkpoint(hooks: SavedTensorHooks) -> bool:
@@ -278,10 +273,8 @@ def registered_hooks() -> int:
     return RemovableHandle.next_id
 
 
-def has_global_hooks() -> bool:
-    """Whether global module hooks are registered, as by `torch.nn.modules.module.register_module_forward_hook`."""
-    found: bool = private("torch.nn.modules.module._has_any_global_hook")()
-    return found
+has_global_hooks: Callable[[], bool] = private("torch.nn.modules.module._has_any_global_hook")
+"""Returns whether global module hooks are registered, as by `torch.nn.modules.module.register_module_forward_hook`."""
 
 
 def is_held_by_hooks(node: Any, name: str) -> bool:
@@ -289,6 +282,7 @@ def is_held_by_hooks(node: Any, name: str) -> bool:
 
     Also True if torch cannot tell (2.8).
     """
+    # `_saved_` would unpack the tensor, which calls the hook, and with `selective` computes the tensor.
     saved = getattr(node, f"_raw_saved_{name}", None)
     return saved is not None and getattr(saved, "unpack_hook", True) is not None
 
@@ -304,7 +298,7 @@ def same_hook_number(hooks: Mapping[int, Any]) -> Iterator[None]:
     By default, torch assigns a new number. torch.compile guards on the numbers of hooks with `always_call`, so every
     block would be compiled by itself, and again after every registration, up to the recompilation limit.
     """
-    following = RemovableHandle.next_id
+    following = RemovableHandle.next_id  # a counter of the class, from which every handle takes its number
     RemovableHandle.next_id = min((0, *hooks)) - 1
     try:
         yield
@@ -320,16 +314,16 @@ def untraced(function: _Function) -> _Function:
 
     This marks the code itself, at no cost per call; `torch.compiler.disable` would wrap the function.
     """
+    # Skip the function's own frame, and let frames that it calls be skipped, too.
     skip = private("torch._C._dynamo.eval_frame._FrameAction").SKIP
     strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy")(skip, skip)
     private("torch._C._dynamo.eval_frame.set_code_exec_strategy")(function.__code__, strategy)
     return function
 
 
-def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
-    """Make a context that hides operations from dispatch modes: selective checkpointing expects the forward's only."""
-    context: contextlib.AbstractContextManager[Any] = private("torch.utils._python_dispatch._disable_current_modes")()
-    return context
+unseen_by_modes: Callable[[], contextlib.AbstractContextManager[Any]]
+unseen_by_modes = private("torch.utils._python_dispatch._disable_current_modes")
+"""Makes a context that hides operations from dispatch modes: selective checkpointing expects the forward's only."""
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -342,6 +336,7 @@ def users_of(tensor: torch.Tensor) -> int:
 
     More of them after a block has run mean that its graph keeps the tensor.
     """
+    # A graph may keep the memory by a view, the tensor by a node, or its Python object by a saved-tensor hook.
     of_memory: int = private("torch._C._storage_Use_Count")(tensor.untyped_storage()._cdata)
     nodes: int = private("torch.Tensor._use_count")(tensor)
     return sys.getrefcount(tensor) + nodes + of_memory
@@ -371,7 +366,7 @@ def parts_with_storage(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:
+    except RuntimeError:  # torch has no other way to ask
         return False
     return True
 
@@ -385,7 +380,7 @@ def watch_resizes(watcher: Callable[[torch.UntypedStorage], Any]) -> None:
     FSDP frees and allocates gathered parameters that way, which dispatch modes do not see. With a watcher,
     `torch.UntypedStorage` overrides the method that it inherits.
     """
-    if not _resize_watchers:
+    if not _resize_watchers:  # the method is inherited from a class in C, which cannot be changed
         torch.UntypedStorage.resize_ = _resize  # type: ignore
     _resize_watchers.append(watcher)
 
@@ -394,13 +389,13 @@ def unwatch_resizes(watcher: Callable[[torch.UntypedStorage], Any]) -> None:
     """Undo `watch_resizes`."""
     if watcher in _resize_watchers:
         _resize_watchers.remove(watcher)
-        if not _resize_watchers:
+        if not _resize_watchers:  # storages run the inherited method again, without a Python call
             del torch.UntypedStorage.resize_
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     super(torch.UntypedStorage, storage).resize_(size)
-    for watcher in tuple(_resize_watchers):
+    for watcher in tuple(_resize_watchers):  # a watcher may end its own watch
         watcher(storage)
     return storage
 
@@ -454,4 +449,5 @@ def _exchange_modes(mode: TorchDispatchMode, below: list[TorchDispatchMode]) -> 
 
 def is_seen_by_modes() -> bool:
     """Whether an active dispatch mode must see every operation, so that torch.compile compiles nothing."""
+    # Modes of torch that measure or log declare that they need not see what a graph does inside.
     return not all(getattr(type(mode), "ignore_compile_internals", bool)() for mode in _modes_on())

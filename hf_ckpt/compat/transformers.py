@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import inspect
@@ -15,10 +14,13 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel as PreTrainedModel
 from transformers import masking_utils
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 
-from hf_ckpt.compat.frames import callers
+try:
+    from transformers.initialization import no_init_weights as no_init_weights
+except ImportError:  # transformers 4
+    from transformers.modeling_utils import no_init_weights as no_init_weights
 
 ENABLE_NAMES = tuple(
     name
@@ -61,8 +63,10 @@ def caches_among(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str,
 
     `names` are those of the forward's parameters, in order (`forward_parameters`).
     """
+    # `*args` of a forward may take more than it has names for.
     placed = {names[place] if place < len(names) else f"args[{place}]": value for place, value in enumerate(args)}
     named = {name: value for name, value in {**placed, **kwargs}.items() if value is not None}
+    # By name, too: code from before transformers had cache objects passes tuples.
     return {name: value for name, value in named.items() if name in CACHE_NAMES or is_cache(value)}
 
 
@@ -79,14 +83,15 @@ def block_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Calla
     if not args and isinstance(function, functools.partial):
         function, args = _hidden_states_first(function)
     keywords = function.keywords if isinstance(function, functools.partial) else {}
-    given = [*keywords.values(), *args]
-    if _NO_CACHES.issuperset(map(type, given)) or not any(map(is_cache, given)):
+    values = [*keywords.values(), *args]
+    # The first test decides for nearly all calls. Every block comes here in every step.
+    if _NO_CACHES.issuperset(map(type, values)) or not any(map(is_cache, values)):
         return function, tuple(args)
     if getattr(module_of(function), "_can_checkpoint_with_cache", False):
         return function, tuple(args)
     if isinstance(function, functools.partial):
-        kept = {name: None if is_cache(value) else value for name, value in keywords.items()}
-        function = functools.partial(function.func, *function.args, **kept)
+        cleared = {name: None if is_cache(value) else value for name, value in keywords.items()}
+        function = functools.partial(function.func, *function.args, **cleared)
     return function, without_caches(args)
 
 
@@ -115,6 +120,7 @@ def copied_context() -> contextvars.Context:
     recomputation would collect its results, too, and the copy would keep all results of the forward alive.
     """
     context = contextvars.copy_context()
+    # Without this module (transformers 4), nothing is collected in a context variable.
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     if collector is not None and context.get(collector.context_var) is not None:
         context.run(collector.context_var.set, None)
@@ -131,12 +137,13 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
         if isinstance(first, nn.Module):
             return first
         function = function.func
-    found = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return found if isinstance(found, nn.Module) else None
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def config_of(module: nn.Module) -> object | None:
     """Return the config that a module reads at run time, which says how attention is computed; None without one."""
+    # The property `_attn_implementation`, which models read, is stored under this name.
     config = vars(module).get("config")
     return config if "_attn_implementation_internal" in getattr(config, "__dict__", ()) else None
 
@@ -148,7 +155,7 @@ def set_layer_types(config: Any, types: Sequence[str]) -> None:
     """
     try:
         config.layer_types = list(types)
-    except AttributeError:
+    except AttributeError:  # a property without a setter
         name = getattr(config, "attribute_map", {}).get("layer_types", "layer_types")
         config.__class__ = type(type(config).__name__, (type(config),), {name: list(types)})
 
@@ -161,25 +168,22 @@ def quantised_layers(model: nn.Module) -> list[str]:
     from transformers.quantizers import quantizers_utils
     from transformers.quantizers.base import HfQuantizer
 
-    kept = HfQuantizer.get_modules_to_not_convert(model, None, getattr(model, "_keep_in_fp32_modules", None))
+    exceptions = HfQuantizer.get_modules_to_not_convert(model, None, getattr(model, "_keep_in_fp32_modules", None))
     converts = getattr(quantizers_utils, "should_convert_module", None)
 
-    def replaced(name: str, module: nn.Module) -> bool:
+    def is_replaced(name: str, module: nn.Module) -> bool:
         if type(module) is not nn.Linear and not isinstance(module, transformers.pytorch_utils.Conv1D):
             return False
-        return bool(converts(name, kept)) if converts else not any(key in name for key in kept)
+        if converts is None:  # transformers 4 compares names in this way
+            return not any(key in name for key in exceptions)
+        return bool(converts(name, exceptions))
 
-    return [name for name, module in model.named_modules() if replaced(name, module)]
+    return [name for name, module in model.named_modules() if is_replaced(name, module)]
 
 
 def forward_parameters(module: nn.Module) -> list[str]:
     """Return the names of the forward's parameters, in order."""
     return list(inspect.signature(module.forward).parameters)
-
-
-def wants_use_cache(module: nn.Module) -> bool:
-    """Whether the forward of `module` takes `use_cache`."""
-    return "use_cache" in forward_parameters(module)
 
 
 def cache_hides_packing(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
@@ -188,6 +192,7 @@ def cache_hides_packing(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bo
     transformers recognises packed rows by position ids that begin anew, unless there is a mask or a cache
     (`masking_utils._preprocess_mask_arguments`). FlashAttention recognises them in any case.
     """
+    # Values come last, because reading them makes the host wait for the device.
     positions = kwargs.get("position_ids")
     if not isinstance(positions, torch.Tensor) or kwargs.get("attention_mask") is not None:
         return False
@@ -200,6 +205,7 @@ def cache_hides_packing(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bo
 
 def makes_inputs_require_gradients(hook: object) -> bool:
     """Whether an embedding's forward hook is that of `enable_input_require_grads`, or PEFT's copy of it."""
+    # Both are functions inside of functions, so that there is no object to compare with.
     name = str(getattr(hook, "__qualname__", ""))
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
 
@@ -211,24 +217,14 @@ def is_filled(value: Any) -> bool:
     """
     if isinstance(value, (tuple, list)):
         return bool(value) and value[0] is not None
-    if isinstance(value, EncoderDecoderCache):
-        return is_filled(value.self_attention_cache) or is_filled(value.cross_attention_cache)
-    if not isinstance(value, Cache) or not hasattr(value, "layers"):
-        return True
+    cache = getattr(value, "self_attention_cache", value)  # what writes the one for cross-attention writes both
+    if not hasattr(cache, "layers"):
+        return True  # better refused than written twice
     return any(
         (hasattr(layer, "get_seq_length") and layer.get_seq_length() > 0)
         or any((getattr(layer, "has_previous_state", None) or {}).values())  # of linear attention
-        for layer in value.layers
+        for layer in cache.layers
     )
-
-
-def running(kind: type) -> Any | None:
-    """Return the object of this type whose method calls hf_ckpt right now, such as a Trainer; None outside of one.
-
-    transformers passes neither its Trainer nor its callback handler to callbacks. They are found in callers' frames.
-    """
-    found = (frame.f_locals.get("self") for frame in callers())
-    return next((one for one in found if isinstance(one, kind)), None)
 
 
 def counters_of(trainer: Any) -> dict[str, Any]:
@@ -236,13 +232,3 @@ def counters_of(trainer: Any) -> dict[str, Any]:
     from which it takes its batch (GRPO, RLOO, distillation). Names of attributes -> values; empty for other trainers.
     """
     return {name: vars(trainer)[name] for name in ("_step", "_buffered_inputs") if name in vars(trainer)}
-
-
-def uninitialised() -> contextlib.AbstractContextManager[None]:
-    """Make transformers create models without initialising their weights, inside this context."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
-    context: contextlib.AbstractContextManager[None] = no_init_weights()
-    return context

@@ -1,7 +1,11 @@
 """What a step costs under every plan: from a step under `full`, and what each action changes in it. Exact integers.
 
-A step consists of what runs before the blocks, the forwards of the calls, the head and the loss with their backward,
-the backwards of the calls in reverse, and the optimizer's step.
+The order of a step: what runs before the blocks; the forward of each call, with what runs until the next one; the head
+and the loss, with their backward; the backwards of the calls in reverse; and the optimizer's step. What a forward
+leaves alive goes at three different times:
+
+    forward of a call  ->  end of its stack  ->  end of the model's forward  ->  backward of the call
+                           `shared_bytes`        `forward_only_bytes`            `kept_bytes`
 """
 
 from __future__ import annotations
@@ -10,14 +14,12 @@ import collections
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
-from hf_ckpt.spec.actions import COMPILED, FULL, Action, offloads
+from hf_ckpt.spec.actions import COMPILED, FULL, OFFLOADED, Action
 from hf_ckpt.spec.plan import Block
 
-OFFLOADED = offloads()
-"""Action -> the action that keeps the same tensors in host memory."""
 ON_DEVICE = {moved: kept for kept, moved in OFFLOADED.items()}
 """Action that keeps tensors in host memory -> the action that keeps them on the device."""
 Choice = tuple[Action, ...]
@@ -31,18 +33,18 @@ class Cost:
     forward: Part
     """Its forward, and what runs until the next call."""
     backward: Part
-    lent_bytes: int = 0
+    forward_only_bytes: int = 0
     """How many of the bytes that its forward leaves are freed when the model's forward ends, such as autocast's copies
     of weights."""
     shared_bytes: int = 0
     """Bytes that are freed when the stack returns, unless another call of it keeps them, such as masks."""
     rebuilt_bytes: int = 0
-    """Bytes that are not kept if this is so under the action of the call before, too: see `Freed.rebuilt`."""
+    """Bytes of its hidden states that are not kept if the call before has `rebuilt_bytes`, too: see `Freed.rebuilt`."""
 
     @property
     def kept_bytes(self) -> int:
         """Bytes kept for the backward."""
-        return self.forward.net - self.lent_bytes
+        return self.forward.net - self.forward_only_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Static:
         return self.parameters + self.optimizer + self.buffers
 
     @property
-    def beside(self) -> int:
-        """Most bytes alive before and after the micro-steps, whatever the blocks do."""
+    def optimizer_peak_bytes(self) -> int:
+        """Most bytes alive in the optimizer's step, whatever the blocks do."""
         return self.always + self.gradients + self.step_bytes
 
 
@@ -94,7 +96,8 @@ class Costs:
     before: Part
     """What runs before the first call."""
     at_backward_bytes: int
-    """How many more bytes are alive when the first backward of a call begins than all calls keep."""
+    """How many more bytes are alive when the first backward of a call begins than all calls keep. `Step` has the same
+    moment, but counts from the beginning of the step."""
     head: tuple[Part, Part]
     """The head and the loss: until the model's forward ends, and from there to the first backward of a call. The bytes
     that the first leaves are those at the end of the second, less what calls keep: see `Step.head`."""
@@ -154,57 +157,83 @@ def costs_of_step(
         trials: call -> action that it may have -> what it needs under it.
         actions: all of these, those that keep most first.
     """
-    level = full.before.net
-    levels = []
-    """After each forward, the bytes that outlive the model's forward."""
     costs = []
-    stacks = [None, *(block.stack for block in blocks)]
-    for call, (earlier, stack) in zip(full.calls, itertools.pairwise(stacks), strict=True):
-        # What a call frees at the end of the forward under `full`, but not under some other action.
-        lent = max(trial.later for trial in trials[call.name].values())
-        is_first = earlier != stack
-        costs.append({action: _cost(call, trial, lent, is_first) for action, trial in trials[call.name].items()})
-        level += call.forward.net + call.behind.net - lent
-        levels.append(level)
-    # What a backward leaves alive, such as gradients, is the part of the level's change from this backward to the next
-    # that forwards do not explain.
-    places = [(place, call.backward.net) for place, call in enumerate(full.calls) if call.backward][::-1]
-    gradients = [0] * len(full.calls)
-    gradients[-1] += level - levels[places[0][0]]
-    for (place, net), (before, _) in itertools.pairwise(places):
-        gradients[place] += net - levels[before] + levels[place]
+    alive_bytes = full.before.net
+    alive_after = []
+    """After the forward of each call, the bytes that outlive the model's forward."""
+    last_stack = None
+    for call, block in zip(full.calls, blocks, strict=True):
+        trials_of_call = trials[call.name]
+        # Casts of weights that some action keeps for the backward. Under `full` they go when the forward ends.
+        casts = max(trial.kept_casts for trial in trials_of_call.values())
+        is_first = block.stack != last_stack
+        last_stack = block.stack
+        costs.append({action: _cost(call, trial, casts, is_first) for action, trial in trials_of_call.items()})
+        alive_bytes += call.forward.net + call.until_next.net - casts
+        alive_after.append(alive_bytes)
+    gradients = _gradient_bytes(full.calls, alive_after)
     calls = (CallCosts(block, left, of_call) for block, left, of_call in zip(blocks, gradients, costs, strict=True))
-    at_backward_bytes = full.at_backward_bytes - level
+    at_backward_bytes = full.at_backward_bytes - alive_bytes
     forward, backward = full.head
+    # Under `full` a call leaves only its output, the hidden states of the next one. Stacks may differ in size.
+    input_bytes = statistics.median(call.forward.net for call in full.calls)
     return Costs(
         actions=tuple(actions),
         calls=tuple(calls),
         before=full.before,
         at_backward_bytes=at_backward_bytes,
         head=(dataclasses.replace(forward, net=at_backward_bytes), dataclasses.replace(backward, net=0)),
-        input_bytes=max(0, round(statistics.median(call.forward.net for call in full.calls))),
+        input_bytes=max(0, round(input_bytes)),
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
     )
 
 
-def _cost(call: Call, trial: Trial, lent: int, is_first: bool) -> Cost:
+def _gradient_bytes(calls: Sequence[Call], alive_after: Sequence[int]) -> list[int]:
+    """For each call, the bytes that its backward leaves alive, such as gradients.
+
+    A backward frees what the forward of its call has left. So from one backward to the next, the bytes alive change by
+    what the forwards between the two calls have left, and the rest are gradients.
+    """
+    gradients = [0] * len(calls)
+    nets = {place: call.backward.net for place, call in enumerate(calls) if call.backward is not None}
+    # Calls behind that of the first backward have none of their own: what they have left stays alive.
+    gradients[-1] += alive_after[-1] - alive_after[max(nets)]
+    for place, next_place in itertools.pairwise(reversed(nets)):
+        gradients[place] += nets[place] - alive_after[next_place] + alive_after[place]
+    # Those of the first call stay 0: only the optimizer's step follows, whose peak is measured as a whole.
+    return gradients
+
+
+def _cost(call: Call, trial: Trial, casts: int, is_first: bool) -> Cost:
     """What a call costs as a trial has shown, with what runs between it and the next call.
 
-    The stack itself holds the hidden states that its first call is given, until it returns.
+    Args:
+        call: as it ran under `full`.
+        trial: what it needs under the action.
+        casts: bytes of casts of weights that are freed when the model's forward ends, unless the action keeps them.
+        is_first: whether it is the first call of its stack. The stack itself holds the hidden states that this call is
+            given, until it returns.
     """
-    kept = trial.kept - trial.freed.hidden
+    more = trial.kept - trial.freed.hidden  # than under `full`, which keeps the hidden states
     held = trial.freed.hidden if is_first else 0
-    net = call.forward.net + kept + held
+    net = call.forward.net + more + held
     forward = Part(max(0, net, trial.forward_peak), net, call.forward.nanoseconds)
     backward = Part()
     if call.backward is not None:
-        end = call.backward.net - kept - trial.later
+        end = call.backward.net - more - trial.kept_casts
         peak = trial.backward_peak
-        if peak is None:  # it needs at most as much as under `full`, which holds all that a block keeps
-            peak = call.backward.peak - trial.kept - trial.later
+        if peak is None:
+            # At most what it needs under `full`, whose recomputation holds all that a block keeps. Hidden states that
+            # the action frees are no difference here: both the peak and the bytes at the beginning are less.
+            peak = call.backward.peak - trial.kept - trial.kept_casts
         backward = Part(max(0, end, peak), end, trial.backward_nanoseconds)
-    lent += held - trial.later
-    return Cost(forward.then(call.behind), backward, lent, trial.freed.shared, trial.freed.rebuilt)
+    return Cost(
+        forward.then(call.until_next),
+        backward,
+        forward_only_bytes=casts + held - trial.kept_casts,
+        shared_bytes=trial.freed.shared,
+        rebuilt_bytes=trial.freed.rebuilt,
+    )
 
 
 def with_offloading(
@@ -212,8 +241,7 @@ def with_offloading(
 ) -> list[Costs]:
     """For each action that offloads, `costs` with it for as many calls as fit into host memory.
 
-    No plan mixes these actions, so each may use the whole limit. The last call never offloads, because its backward
-    follows at once. If nothing can be offloaded, returns `costs` unchanged.
+    No plan mixes these actions, so each may use the whole limit. If nothing can be offloaded, `costs` is returned.
 
     Args:
         costs: with actions that keep their tensors on the device.
@@ -224,33 +252,59 @@ def with_offloading(
     """
     if host_limit is None or not host_bandwidth:
         return [costs]
-    moving = []
+    candidates = []
     for base, moved in OFFLOADED.items():
+        # Not the last call, whose backward follows at once.
         places = [place for place, call in enumerate(costs.calls[:-1]) if base in call.costs]
-        keeps = {place: costs.calls[place].costs[base].kept_bytes for place in places}
-        sizes = {place: costs.input_bytes if base == FULL else max(0, kept) for place, kept in keeps.items()}
-        largest = max(sizes.values(), default=0)
-        # Each of several tensors is rounded up by itself, to less than twice its size.
-        buffer = 1 << max(0, largest - 1).bit_length() if base == FULL else 2 * largest
+        sizes = dict.fromkeys(places, costs.input_bytes)
+        if base != FULL:
+            sizes = {place: max(0, costs.calls[place].costs[base].kept_bytes) for place in places}
         calls = list(costs.calls)
-        for place in [place for place in places if place < host_limit // max(1, buffer)]:
-            cost, size = costs.calls[place].costs[base], sizes[place]
-            copying, overhead = round(size / host_bandwidth * 1e9), 2 * launch_nanoseconds
-            # The backward prefetches the tensors of the call before. This assumes that that call moves as much, and
-            # that the calls that move tensors are the first ones of the step. The last of them waits for its own copy;
-            # the first call's cost includes that time. The step's input may be held elsewhere, too, and is not freed.
-            ahead, freed, waits = size, size, overhead
-            if place == 0:
-                ahead, freed, waits = 0, max(0, size - costs.input_bytes), overhead + copying
-            peak = cost.forward.peak + (0 if base == FULL else ahead)  # the previous call's copies end with this one
-            forward = Part(peak, cost.forward.net - freed, max(cost.forward.nanoseconds, copying) + overhead)
-            spent = max(cost.backward.nanoseconds, copying) + waits
-            backward = Part(cost.backward.peak + size + ahead, cost.backward.net + freed, spent)
-            cost = dataclasses.replace(cost, forward=forward, backward=backward)
-            calls[place] = dataclasses.replace(calls[place], costs={**calls[place].costs, moved: cost})
+        most_calls = host_limit // _buffer_bytes(base, sizes.values())
+        for place in places:
+            if place < most_calls:
+                cost = _with_copies(costs, place, base, sizes[place], host_bandwidth, launch_nanoseconds)
+                calls[place] = dataclasses.replace(calls[place], costs={**calls[place].costs, moved: cost})
         if places:
-            moving.append(dataclasses.replace(costs, calls=tuple(calls), actions=(*costs.actions, moved)))
-    return moving or [costs]
+            candidates.append(dataclasses.replace(costs, calls=tuple(calls), actions=(*costs.actions, moved)))
+    return candidates or [costs]
+
+
+def _buffer_bytes(base: Action, sizes: Collection[int]) -> int:
+    """Most bytes of host memory for what a call moves, which torch allocates in powers of two."""
+    largest = max(sizes, default=0)
+    if base == FULL:  # one tensor
+        return 1 << max(0, largest - 1).bit_length()
+    return max(1, 2 * largest)  # each of several tensors is rounded up by itself, to less than twice its size
+
+
+def _with_copies(
+    costs: Costs, place: int, base: Action, size: int, host_bandwidth: float, launch_nanoseconds: int
+) -> Cost:
+    """What a call costs that moves `size` bytes, which it keeps under `base`, to the host and back."""
+    cost = costs.calls[place].costs[base]
+    copying = round(size / host_bandwidth * 1e9)
+    overhead = 2 * launch_nanoseconds
+    # The backward prefetches the tensors of the call before. This assumes that that call moves as much, and that the
+    # calls that move tensors are the first ones of the step.
+    ahead = size
+    freed = size
+    waits = overhead
+    if place == 0:
+        # No call is before the first one. The last call that moves tensors waits for its own copy; the cost of the
+        # first one includes that time. The step's input may be held elsewhere, too, and is not freed.
+        ahead = 0
+        freed = max(0, size - costs.input_bytes)
+        waits = overhead + copying
+    peak = cost.forward.peak
+    if base != FULL:  # what the call before keeps is freed when its copies end, which is with this call
+        peak += ahead
+    spent = max(cost.backward.nanoseconds, copying) + waits
+    return dataclasses.replace(
+        cost,
+        forward=Part(peak, cost.forward.net - freed, max(cost.forward.nanoseconds, copying) + overhead),
+        backward=Part(cost.backward.peak + size + ahead, cost.backward.net + freed, spent),
+    )
 
 
 # --- the memory of a plan, moment by moment ---------------------------------------------------------------------------
@@ -306,11 +360,6 @@ class Timeline:
         """Most bytes alive at any moment."""
         return self.worst.peak_bytes
 
-    @property
-    def is_heads(self) -> bool:
-        """Whether the peak is in the head and its loss, whose own memory no action of a block reduces."""
-        return self.worst.label.startswith("head")
-
 
 def step_nanoseconds(costs: Costs, choice: Choice) -> int:
     """Predicted nanoseconds of one optimizer step with all its micro-steps."""
@@ -326,7 +375,8 @@ def timeline(costs: Costs, choice: Choice) -> Timeline:
         costs: of the step.
         choice: the action of every call.
     """
-    static, gradients = costs.static.always, costs.resident_bytes - costs.static.always
+    static = costs.static.always
+    gradients = costs.resident_bytes - static  # those of earlier micro-steps; `add` reads what they have grown to
     moments: list[Moment] = []
 
     def add(label: str, part: Part, kept: int, beside: int = 0) -> None:
@@ -334,27 +384,31 @@ def timeline(costs: Costs, choice: Choice) -> Timeline:
         moments.append(Moment(label, static + gradients + kept + beside, static, gradients, kept, part))
 
     add("embedding", costs.before, 0)
-    level = costs.before.net
-    lent = 0
-    calls = []
+    alive = costs.before.net
+    forward_only = 0
+    backwards = []
+    """Each call, its cost, and the bytes that it and the calls before it keep for their backwards."""
     rebuilt: dict[str, int] = {}
     """Stack -> `rebuilt_bytes` of its last call so far."""
     for call, action in zip(costs.calls, choice, strict=True):
         cost = call.costs[action]
-        add(f"forward of {call.block.stack} {call.block.index}", cost.forward, level)
-        level += cost.forward.net - min(cost.rebuilt_bytes, rebuilt.get(call.block.stack, 0))
-        lent += cost.lent_bytes
-        rebuilt[call.block.stack] = cost.rebuilt_bytes
-        calls.append((call, cost, level - lent))
+        stack = call.block.stack
+        add(f"forward of {stack} {call.block.index}", cost.forward, alive)
+        # What this call can rebuild from the one before, and that one can rebuild as well, is not kept at all.
+        alive += cost.forward.net - min(cost.rebuilt_bytes, rebuilt.get(stack, 0))
+        forward_only += cost.forward_only_bytes
+        rebuilt[stack] = cost.rebuilt_bytes
+        backwards.append((call, cost, alive - forward_only))
     forward, backward = costs.head
+    # What stacks free when they return counts as alive until the head, although an encoder frees it before that.
     shared = _freed_with_stacks(costs, choice)
-    add("head and loss", forward, level - shared)
-    add("head and loss, backward", backward, level - shared - lent, forward.net)
-    for call, cost, level in reversed(calls):
+    add("head and loss", forward, alive - shared)
+    add("head and loss, backward", backward, alive - shared - forward_only, forward.net)
+    for call, cost, kept in reversed(backwards):
         label = f"backward of {call.block.stack} {call.block.index}"
-        add(label, cost.backward, level + costs.at_backward_bytes - shared)
+        add(label, cost.backward, kept + costs.at_backward_bytes - shared)
         gradients += call.gradient_bytes
-    gradients = costs.static.gradients
+    gradients = costs.static.gradients  # of all parameters, those outside of blocks, too
     add("optimizer step", Part(costs.static.step_bytes, 0, costs.optimizer_nanoseconds), 0)
     return Timeline(tuple(moments))
 
@@ -364,4 +418,5 @@ def _freed_with_stacks(costs: Costs, choice: Choice) -> int:
     of_stacks = collections.defaultdict[str, list[int]](list)
     for call, action in zip(costs.calls, choice, strict=True):
         of_stacks[call.block.stack].append(call.costs[action].shared_bytes)
+    # What a single call keeps is not freed, so the call that frees least decides.
     return sum(map(min, of_stacks.values()))

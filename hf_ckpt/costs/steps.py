@@ -1,15 +1,23 @@
 """Measured steps: what a step needs under `full`, and what each call needs under other actions. Pure, without torch.
 
-A step consists of what runs before the blocks, the call of every block, what runs between two calls, and the backward
-of every call. The step of a plan is that under `full`, plus the differences that the plan's actions make. Bytes add
-up, so losses, image towers and routers need no model of their own. Trials show the differences: while a block is
-recomputed, it runs under other actions.
+A step with two calls of blocks, from left to right, and the names of its parts:
+
+    forward    | before | call 0 | until_next | call 1 | head[0]: the head       |
+    backward   |          call 0: backward    | call 1 | head[1]: loss, backward |    (from right to left)
+
+Each `Part` has the most bytes alive in it, and the bytes that it leaves; both count from those alive when it begins. So
+the bytes alive at any moment are `Step.start_bytes` and the sum of what all parts before it have left.
+
+The step of a plan is that under `full`, plus the differences that the plan's actions make. Bytes add up, so losses,
+image towers and routers need no model of their own. Trials show the differences: while a block is recomputed, it runs
+under other actions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from hf_ckpt.spec.actions import Action
@@ -31,8 +39,8 @@ class Part:
 
     def then(self, other: Part) -> Part:
         """This part and the one that follows it, as one."""
-        net, nanoseconds = self.net + other.net, self.nanoseconds + other.nanoseconds
-        return Part(max(self.peak, self.net + other.peak), net, nanoseconds)
+        peak = max(self.peak, self.net + other.peak)
+        return Part(peak, self.net + other.net, self.nanoseconds + other.nanoseconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +66,12 @@ class Trial:
     """Most bytes alive in the forward, above those at its beginning."""
     kept: int
     """What the forward leaves for the backward, besides its output and autocast's copies of weights."""
-    later: int
+    kept_casts: int
     """Autocast's copies of weights that the backward needs; they outlive the model's forward."""
     backward_peak: int | None = None
     """Most bytes alive in the backward, above those when its gradient arrives; None if it was not tried."""
     arrival: int = 0
-    """What is allocated between the arrival of the gradient and the first operation of the backward."""
+    """Bytes that are allocated between the arrival of the gradient and the first operation of the backward."""
     freed: Freed = NOTHING
     """What the action does not keep of what the call is given."""
     forward_nanoseconds: int = 0
@@ -80,7 +88,7 @@ class Call:
     has_input_graph: bool
     """Whether its input requires gradients."""
     forward: Part
-    behind: Part
+    until_next: Part
     """What runs between this call and the next one; nothing after the last one."""
     backward: Part | None
     """Its backward, and what runs between it and the next boundary. None for a call without one."""
@@ -90,12 +98,20 @@ class Call:
     def as_it_ran(self) -> Trial:
         """What it keeps and needs as it ran, usually under `full`, beside what `full` keeps."""
         backward = self.backward or Part()
-        return Trial(self.forward.peak, 0, 0, backward.peak, backward_nanoseconds=backward.nanoseconds)
+        return Trial(
+            forward_peak=self.forward.peak,
+            kept=0,
+            kept_casts=0,
+            backward_peak=backward.peak,
+            backward_nanoseconds=backward.nanoseconds,
+        )
 
     def recomputed(self, trial: Trial) -> Trial:
         """What it keeps and needs if its recomputation runs as in a trial, which has tried the backward."""
         assert trial.backward_peak is not None
-        peak = max(trial.arrival + trial.forward_peak, trial.kept + trial.later + trial.backward_peak)
+        # The recomputation is a forward under the trial's action, which begins when the gradient has arrived. Its
+        # backward follows while all is alive that this forward has kept.
+        peak = max(trial.arrival + trial.forward_peak, trial.kept + trial.kept_casts + trial.backward_peak)
         spent = trial.forward_nanoseconds + trial.backward_nanoseconds
         return dataclasses.replace(self.as_it_ran(), backward_peak=peak, backward_nanoseconds=spent)
 
@@ -130,16 +146,19 @@ class Step:
 
     def scaled(self, factor: float) -> Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
-        begun = _scaled(self.at_backward_bytes, factor)
-        before = _scaled(self.before, factor)
-        head = _scaled(self.head, factor)
-        calls = _scaled(self.calls, factor)
-        return dataclasses.replace(self, before=before, calls=calls, at_backward_bytes=begun, head=head)
+        return dataclasses.replace(
+            self,
+            before=_scaled(self.before, factor),
+            calls=_scaled(self.calls, factor),
+            at_backward_bytes=_scaled(self.at_backward_bytes, factor),
+            head=_scaled(self.head, factor),
+        )
 
     def with_actions(self, other: Step, actions: Mapping[str, Action]) -> Step:
         """The same step with what another step of the same batch has shown, whose blocks had these actions."""
         calls = []
         for call in other.calls:
+            # Both ran forwards; what the action keeps is how much more is left by this one.
             full = self[call.name]
             if call.name[0] in actions and full is not None and call.backward is not None:
                 trial = dataclasses.replace(call.as_it_ran(), kept=call.forward.net - full.forward.net)
@@ -150,40 +169,22 @@ class Step:
         """The same step with what another step of the same batch has tried."""
         calls = []
         for call in self.calls:
-            tried = other[call.name]
-            trials = {} if tried is None else tried.trials
-            calls.append(dataclasses.replace(call, trials={**call.trials, **trials}))
+            same_call = other[call.name]
+            if same_call is not None:
+                call = dataclasses.replace(call, trials={**call.trials, **same_call.trials})
+            calls.append(call)
         return dataclasses.replace(self, calls=tuple(calls))
-
-
-def joined(full: Step, other: Step, order: Sequence[str]) -> Step:
-    """Add calls of another step to a step under `full` that lacks them, for example if blocks are skipped at random.
-
-    Args:
-        full: the step.
-        other: the other one. Its calls that `full` lacks must have run under `full`.
-        order: names of all blocks, in the order in which they run.
-    """
-    added = [call for call in other.calls if full[call.name] is None]
-    if not added:
-        return full
-    calls = [*full.calls, *(dataclasses.replace(call, behind=Part()) for call in added)]
-    calls.sort(key=lambda call: (call.name[1], order.index(call.name[0])))
-    kept = sum(call.forward.net for call in added)
-    return dataclasses.replace(full, calls=tuple(calls), at_backward_bytes=full.at_backward_bytes + kept)
 
 
 def _scaled(value: Any, factor: float) -> Any:
     """Records of steps that were not timed, with all bytes in them multiplied by a factor and rounded up."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return -int(-value * factor // 1)
+    if type(value) is int:  # but no `bool`
+        return math.ceil(value * factor)
     if isinstance(value, tuple):
         return tuple(_scaled(part, factor) for part in value)
     if isinstance(value, Mapping):
         return {key: _scaled(part, factor) for key, part in value.items()}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    fields = [
-        field.name for field in dataclasses.fields(value) if field.name != "name"
-    ]  # which has a number of its own
-    return dataclasses.replace(value, **{name: _scaled(getattr(value, name), factor) for name in fields})
+    names = {field.name for field in dataclasses.fields(value)} - {"name"}  # whose number counts calls, not bytes
+    return dataclasses.replace(value, **{name: _scaled(getattr(value, name), factor) for name in names})

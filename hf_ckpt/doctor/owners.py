@@ -54,6 +54,7 @@ class Owner:
 
     def chosen(self, key: str, value: Any) -> Mapping[str, Any] | None:
         """Return the fields that follow from the value of a key in `choices`; None if it cannot be planned for."""
+        # YAML reads `true`, `True` and `none` as values of several types, and people write all of them as texts, too.
         rows = {str(choice).lower(): fields for choice, fields in self.choices[key].items()}
         return rows.get(str(value).lower())
 
@@ -62,6 +63,7 @@ class Owner:
         library = importlib.import_module(self.library)
         classes = [getattr(library, name) for name in self.configs]
         classes.sort(key=lambda config: -len(config.__dataclass_fields__.keys() & written.keys()))
+        # TRL's scripts parse a file into these, too (trl/scripts/sft.py).
         beside = [getattr(library, name, None) for name in ("ScriptArguments", "ModelConfig")]
         used = [config for config in (*classes[:1], *beside) if config is not None]
         options = {field.name: field.default for config in used for field in dataclasses.fields(config)}
@@ -72,8 +74,19 @@ OWNERS: tuple[Owner, ...] = tuple(Owner(**row) for row in read_values(Path(__fil
 """All owners. Trainer is the first, because the others share its keys."""
 
 
+def without_sections(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of sections under `section.key`, and others as they are."""
+    values: dict[str, Any] = {}
+    for name, section in written.items():
+        if isinstance(section, dict):
+            values |= {f"{name}.{key}": value for key, value in section.items()}
+        else:
+            values[name] = section
+    return values
+
+
 def owner_of(written: Mapping[str, Any]) -> Owner:
     """Return the owner of a file that has these values."""
-    keys = {key for key, value in written.items() if not isinstance(value, dict)}
-    keys |= {f"{key}.{name}" for key, section in written.items() if isinstance(section, dict) for name in section}
-    return max(OWNERS, key=lambda owner: len(keys.intersection(owner.telltales.split())))
+    keys = without_sections(written).keys()
+    # `max` takes the first of equals: a file without a telltale is Trainer's.
+    return max(OWNERS, key=lambda owner: len(keys & set(owner.telltales.split())))

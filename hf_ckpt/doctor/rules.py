@@ -1,4 +1,4 @@
-"""The rules of `hf-ckpt doctor`: a row for each silent fault, in the table `RULES`.
+"""The rules of `hf-ckpt doctor`: a function for each silent fault, in the table `RULES`.
 
 A silent fault is one that neither the owner of the file nor hf_ckpt reports when the training starts. Faults that end
 the start with an error are reported, too, where they concern activations.
@@ -38,14 +38,25 @@ Texts = Iterator[tuple[str, str, str]]
 
 def diagnose(training: Training) -> list[Finding]:
     """Return the findings of all rules, errors first."""
-    findings = [Finding(severity, code, *texts) for severity, code, rule in RULES for texts in rule(training)]
-    return sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+    findings = []
+    for severity, rules in RULES.items():
+        for rule in rules:
+            findings += [Finding(severity, code_of(rule), *texts) for texts in rule(training)]
+    return findings
+
+
+def code_of(rule: Callable[[Training], Texts]) -> str:
+    """Return the code of a rule, such as `flag-off`."""
+    return rule.__name__.strip("_").replace("_", "-")
 
 
 def _spec(training: Training) -> Texts:
     kwargs = training.kwargs
+    if not isinstance(kwargs, dict | None):  # a text would be read as the name of a policy, which Trainer does not
+        kwargs = {shown(kwargs, 60): None}
     try:
-        spec = Spec.parse(kwargs if isinstance(kwargs, dict) or kwargs is None else {shown(kwargs, 60): None})
+        spec = Spec.parse(kwargs)
+        # A plan is made for the config's blocks, because `layers` beyond the last are refused only then.
         blocks = _blocks(training, spec)
         if blocks and spec.plan is None:
             make_plan(spec, blocks, "", "")
@@ -81,11 +92,12 @@ def _unread(training: Training) -> Texts:
 
 
 def _misspelt(training: Training) -> Texts:
-    known = [*training.values.keys() - training.unknown, *training.owner.keys]
+    names = [*training.values.keys() - training.unknown, *training.owner.keys]
     for key in training.unknown:
         section = key.rpartition(".")[0]
-        beside = [name for name in known if name.rpartition(".")[0] == section]
-        elsewhere = [name for name in known if name.endswith(f".{key}")]
+        beside = [name for name in names if name.rpartition(".")[0] == section]
+        elsewhere = [name for name in names if name.endswith(f".{key}")]  # without its section, or in a wrong one
+        # So near that no key of an owner is called misspelt; tests/doctor/keys.yaml has hundreds of each.
         for name in (elsewhere or difflib.get_close_matches(key, beside, cutoff=0.85))[:1]:
             what = f"hf_ckpt does not know it (did you mean {name}?): a plan leaves it out of account."
             yield key, what, f"Write {name}, if that is meant."
@@ -95,6 +107,7 @@ def _flag_off(training: Training) -> Texts:
     flags = [(training.flag, training.kwargs_key, training.kwargs)]
     scopes = {key: f"{key}_scope" for key in training.owner.checkpointing.split()}
     flags += [(key, scope, training.values.get(scope)) for key, scope in scopes.items()]
+    # Nothing reads these kwargs then, and the training runs out of memory as if there were no plan.
     for flag, key, value in flags:
         if value and not _is_on(training.values.get(flag)):
             yield key, f"it does nothing, because {flag} is not on.", f"Set {flag} to true, or remove {key}."
@@ -118,6 +131,7 @@ def _own_checkpointing(training: Training) -> Texts:
 
 def _fsdp_offload(training: Training) -> Texts:
     version, options = training.fsdp or ("", {})
+    # accelerate/utils/dataclasses.py, `FullyShardedDataParallelPlugin.__post_init__`
     parent = _is_on(options.get("activation_checkpointing"))
     if _is_on(options.get("activation_checkpointing_offload")) and not (parent and version == "2"):
         what = "accelerate refuses it without fsdp_activation_checkpointing and fsdp_version 2."
@@ -140,13 +154,14 @@ def _adapter_layers(training: Training) -> Texts:
     keys = owner.fields.get("lora_targets", "").split()
     chosen = [owner.chosen(key, values.get(key)) or {} for key in owner.choices]
     named = any(values.get(key) for key in keys) or any("lora_targets" in fields for fields in chosen)
-    if training.adapters and not named:
+    if training.adapters and not named:  # PEFT: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         what = "no layers are named, and PEFT takes its own for the model: often query and value projections only."
         yield keys[0], what, "Name the layers, or `all-linear`."
 
 
 def _deepspeed_block(training: Training) -> Texts:
     config = training.deepspeed
+    # It sets up `deepspeed.checkpointing.checkpoint`, which a model has to call; Megatron's do.
     if isinstance(config, dict) and "activation_checkpointing" in config:
         where = "activation_checkpointing" if training.engine else "deepspeed"
         what = "DeepSpeed's own activation_checkpointing does nothing for Hugging Face models: none of them calls it."
@@ -157,6 +172,7 @@ def _redrawn_dropout(training: Training) -> Texts:
     keys = training.owner.fields.get("lora_dropout", "").split()
     rates = {key: training.values.get(key) for key in keys} if training.adapters else {}
     for key, value in training.model.items():
+        # Heads and embeddings are outside the blocks, and nothing recomputes them.
         outside = key.startswith(("classif", "summary", "embd", "cls_", "pooler"))
         if not outside and any(word in key for word in ("dropout", "pdrop", "drop_path")):
             rates[f"the model's {key}"] = value
@@ -172,17 +188,9 @@ def _redrawn_dropout(training: Training) -> Texts:
         yield "preserve_rng_state", what, "Remove it, or set every dropout to 0."  # `selective` keeps the masks
 
 
-RULES: tuple[tuple[str, str, Callable[[Training], Texts]], ...] = (
-    ("error", "spec", _spec),
-    ("error", "spec-outside", _spec_outside),
-    ("error", "unread", _unread),
-    ("error", "fsdp-offload", _fsdp_offload),
-    ("warning", "misspelt", _misspelt),
-    ("warning", "flag-off", _flag_off),
-    ("warning", "own-checkpointing", _own_checkpointing),
-    ("warning", "splits", _splits),
-    ("note", "adapter-layers", _adapter_layers),
-    ("warning", "deepspeed-block", _deepspeed_block),
-    ("error", "redrawn-dropout", _redrawn_dropout),
-)
-"""Severity, code and function of every rule, in the order in which findings of one severity are reported."""
+RULES: dict[str, tuple[Callable[[Training], Texts], ...]] = {
+    "error": (_spec, _spec_outside, _unread, _fsdp_offload, _redrawn_dropout),
+    "warning": (_misspelt, _flag_off, _own_checkpointing, _splits, _deepspeed_block),
+    "note": (_adapter_layers,),
+}
+"""Severity -> its rules, in the order in which findings are reported. The code of a rule is its name."""

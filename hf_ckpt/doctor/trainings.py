@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.doctor.owners import OWNERS, Owner, owner_of
+from hf_ckpt.doctor.owners import OWNERS, Owner, owner_of, without_sections
 from hf_ckpt.errors import HfCkptError, reason_of, shown
-from hf_ckpt.forecast.question import FIELDS, about
+from hf_ckpt.forecast.question import FIELDS
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
@@ -23,16 +23,9 @@ FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument that enables checkpointing: its new name, which takes precedence, and the old one."""
 SPEC_KEYS = frozenset(field.name for field in dataclasses.fields(Spec))
 """The keys of a spec. They belong into the kwargs of the flag."""
-_SIZES = {
-    "sequences": "cp_size sp_size context_parallel_size sequence_parallel_size sequence_parallel_degree "
-    "hyper_parallel_cp_size",
-    "weights": "tp_size tensor_parallel_size tensor_model_parallel_size autotp_size deepspeed_autotp_size",
-    "layers": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size",
-    "experts": "ep_size expert_parallel_size expert_model_parallel_size",
-    "batches between groups, and weights": "dp_replicate_size",
-}
-SPLITS = {key: what for what, keys in _SIZES.items() for key in keys.split()}
-"""Key that says between how many ranks something is split -> what is split. The same names are used by all owners."""
+_KEYS_OF_SPLITS: dict[str, str] = read_values(Path(__file__).with_name("splits.yaml"))
+SPLITS = {key: part for part, keys in _KEYS_OF_SPLITS.items() for key in keys.split()}
+"""Key that says between how many ranks something is split -> what is split."""
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fa2": "flash_attention_2", "disabled": "eager"}
 _SHORT |= {"flash_attn": "flash_attention_2"}
 """Short names of types and, by LLaMA-Factory and ms-swift, of attention implementations."""
@@ -70,14 +63,14 @@ class Training:
     def kwargs(self) -> Any:
         """The kwargs of the flag, with JSON text parsed as `TrainingArguments` does; None if there are none."""
         value = self.values.get(self.kwargs_key) or None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # `rules` reports a text that is no JSON
             return json.loads(value) if isinstance(value, str) else value
         return value
 
     @property
     def reads_spec(self) -> bool:
         """Whether hf_ckpt sees the kwargs of the flag, as far as files say."""
-        if self.owner.needs is None:
+        if self.owner.needs is None:  # it passes the kwargs to transformers, where hf_ckpt's hook gets them
             return True
         key, word = self.owner.needs
         return word in str(self.values.get(key))
@@ -106,7 +99,7 @@ class Training:
         launched = self.launch.get("deepspeed_config") or {}
         config = self.engine or self.values.get("deepspeed") or launched.get("deepspeed_config_file") or launched
         with contextlib.suppress(ValueError):  # a path that is another one where the training starts
-            config = read_values(config, unique=False) if isinstance(config, str) else config
+            config = read_values(config) if isinstance(config, str) else config
         return config if isinstance(config, (dict, str)) else {}
 
     @property
@@ -115,8 +108,11 @@ class Training:
         sections = [self.values, self.values.get("parallelism_config"), self.launch.get("parallelism_config")]
         if isinstance(self.deepspeed, dict):
             sections += [self.deepspeed, self.deepspeed.get("tensor_parallel")]
-        items = [item for section in sections if isinstance(section, Mapping) for item in section.items()]
-        sizes = {key: int(size) for key, size in items if split_by(key) and str(size).isdecimal()}
+        keys: dict[str, Any] = {}
+        for section in sections:
+            if isinstance(section, Mapping):
+                keys |= section
+        sizes = {key: int(size) for key, size in keys.items() if split_by(key) and str(size).isdecimal()}
         return {key: size for key, size in sizes.items() if size > 1}
 
 
@@ -146,7 +142,7 @@ def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None =
 
 def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
     """Return whose a file is, and the parts of a `Training` in it. Raises `ValueError` or `TypeError` if it is none."""
-    written = read_values(path, unique=False)  # each program takes the last of two
+    written = read_values(path)
     if not isinstance(written, dict):
         raise ValueError(f"it must hold a mapping of keys, but holds {shown(written, 60)} instead")
     written = {str(key): value for key, value in written.items() if value is not None}
@@ -156,31 +152,24 @@ def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
     if owner.part == "engine":
         return owner, {"engine": written}
     if owner.part == "launch":
+        # accelerate's reader names keys that it does not know, and fills in defaults of the version that is installed.
         from accelerate.commands.config.config_args import load_config_from_file
 
         return owner, {"launch": load_config_from_file(path).to_dict()}
-    if owner.sections:
-        written = _without_sections(written)
+    if owner.sections:  # its YAML has `none` and 0 for no value
+        values = without_sections(written)
+        written = {key: value for key, value in values.items() if str(value).lower() not in ("none", "0")}
     values = {**owner.options(written), **owner.defaults}
-    known = {*values, *owner.keys, *SPEC_KEYS, *filter(split_by, written)}
-    if not known & written.keys():
+    readable = {*values, *owner.keys, *SPEC_KEYS, *filter(split_by, written)}
+    if not readable & written.keys():
         names = ", ".join(owner.name for owner in OWNERS if not owner.refused)
         raise ValueError(f"it has no key of a file of {names}; a model's config goes with --model")
-    unknown = tuple(key for key in written if key not in known)
+    unknown = tuple(key for key in written if key not in readable)
     return owner, {"path": path, "owner": owner, "values": {**values, **written}, "unknown": unknown}
 
 
-def _without_sections(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of sections under `section.key`, and others as they are. `none` and 0 stand for no value."""
-    values: dict[str, Any] = {}
-    for name, section in written.items():
-        inner = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, dict) else None
-        values |= {name: section} if inner is None else inner
-    return {key: value for key, value in values.items() if str(value).lower() not in ("none", "0")}
-
-
-def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Question` that files set, with those that the command line sets (`given`) over them.
+def fields_of(training: Training, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Question` that files set, with those that the command line sets (`options`) over them.
 
     Raises `HfCkptError` for what cannot be planned for.
     """
@@ -191,7 +180,8 @@ def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
         key = next((key for key in keys.split() if values.get(key) not in (None, "auto")), None)
         if key is not None:
             fields[name] = _read_value(name, values[key], f"{training.path}: {key}")
-    fields |= {} if training.adapters else {"lora_targets": None, "lora_dropout": None}
+    if not training.adapters:  # TRL's options have defaults for these, also without adapters
+        fields |= {"lora_targets": None, "lora_dropout": None}
     fields |= {**_types(training, fields.get("dtype")), **_shared(training)}
     for key, choices in owner.choices.items():
         chosen = owner.chosen(key, values.get(key))
@@ -199,9 +189,9 @@ def fields_of(training: Training, given: Mapping[str, Any]) -> dict[str, Any]:
             named = ", ".join(str(choice).lower() for choice in choices)
             raise HfCkptError(f"{training.path}: `{key}: {values[key]}` cannot be planned for, only {named}.")
         fields |= chosen
-    if "global_batch" in given:  # chooses these two anew
+    if "global_batch" in options:  # chooses these two anew
         fields = {name: value for name, value in fields.items() if name not in ("batch", "accumulation")}
-    fields |= _of_splits(training, fields.get("tokens")) | dict(given)
+    fields |= _of_splits(training, fields.get("tokens")) | dict(options)
     fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
     return {**fields, **_of_model(fields)} if "model" in fields else fields
 
@@ -211,7 +201,7 @@ def _of_splits(training: Training, tokens: int | None) -> dict[str, Any]:
     for key, size in training.splits.items():
         if split_by(key) != "sequences":
             raise HfCkptError(f"`{key}: {size}` splits {split_by(key)} between ranks, which cannot be planned for.")
-        tokens = None if tokens is None else -(-tokens // size)
+        tokens = None if tokens is None else -(-tokens // size)  # sequences are padded to a multiple
     return {"tokens": tokens}
 
 
@@ -229,7 +219,7 @@ def _read_value(name: str, value: Any, where: str) -> Any:
             raise HfCkptError(f"{where} has a pattern, {value}, which cannot be planned for: name the layers.")
         return tuple(names) or None
     try:
-        return about(FIELDS[name]).read(_SHORT.get(str(value), str(value).removeprefix("torch.")))
+        return FIELDS[name].read(_SHORT.get(str(value), str(value).removeprefix("torch.")))
     except (HfCkptError, ValueError) as error:
         raise HfCkptError(f"{where} {error}.") from None
 
@@ -242,8 +232,9 @@ def _types(training: Training, dtype: str | None) -> dict[str, Any]:
     launched = _SHORT.get(str(training.launch.get("mixed_precision")), "none")
     autocast = "bfloat16" if values.get("bf16") in (True, "auto", "full") and not pure else launched
     autocast = "float16" if values.get("fp16") is True else autocast
+    # LLaMA-Factory loads a frozen base in the type that it computes in, and weights that are trained in float32.
     plain = next((name for name in ("bfloat16", "float16") if values.get(name) or weights == "frozen"), "float32")
-    if weights == "fsdp2":
+    if weights == "fsdp2":  # NeMo Automodel's default `mp_policy` computes in bfloat16
         autocast = "bfloat16" if dtype == "float32" else "none"
     elif weights == "frozen" and not (training.adapters or pure):
         dtype = "float32"
@@ -259,10 +250,11 @@ def _shared(training: Training) -> dict[str, Any]:
         stage = config.removeprefix("zero") if config.startswith("zero") else ""
     else:
         section = config.get("zero_optimization")
-        stage = config.get("zero_stage", section.get("stage", 0) if isinstance(section, dict) else 0)
+        nested = section.get("stage", 0) if isinstance(section, dict) else 0
+        stage = config.get("zero_stage", nested)
     way = f"fsdp{training.fsdp[0]}" if training.fsdp else f"zero{stage}".replace("zero0", "ddp")
-    if way not in about(FIELDS["parallel"]).choices:
-        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(about(FIELDS['parallel']).choices)}.")
+    if way not in FIELDS["parallel"].choices:
+        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(FIELDS['parallel'].choices)}.")
     ranks = training.launch.get("num_processes")
     return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
 
@@ -274,7 +266,7 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     derived: dict[str, Any] = {}
     if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
         derived["dtype"] = "float32"  # accelerate casts what is trained
-    elif "dtype" not in fields and fields.get("load_in_4bit"):
+    elif "dtype" not in fields and fields.get("load_in_4bit"):  # of what is not quantised, such as norms
         derived["dtype"] = "bfloat16"
     elif "dtype" not in fields:  # since transformers 5
         dtype = getattr(load_config(fields["model"]), "dtype", None) or "float32"

@@ -7,29 +7,43 @@ for the tensor, they compare what the outer hooks return (recomputed, rebuilt, u
 memory) with the reference. The block runs no more often than without the check. If a tensor differs, what else changed
 between forward and backward tells the cause: see `CAUSES`.
 
-Reentrant checkpointing saves nothing in the forward. There, the outputs of the forward are compared with those of the
-recomputation.
+Under reentrant checkpointing, which no plan of hf_ckpt uses, autograd saves nothing in the forward, so nothing is
+compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import copied
-from hf_ckpt.engines.seen import Seen, version_of
-from hf_ckpt.engines.settings import Settings, is_setting
+from hf_ckpt.engines.seen import Seen
+from hf_ckpt.engines.settings import Settings
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a number -> an integer type of that size, in which bits are compared."""
+CAUSES = {
+    "settings": "Between forward and backward, parameters or settings of the block (train or eval mode, adapters, "
+    "hooks, attributes) changed. Change them after the backward only, or copy the model for the change.",
+    "inputs": "The block is recomputed from other inputs than it had. They were left out, the block changes them in "
+    "place, or what stores them, such as offloading, has changed them.",
+    "random": "Random numbers are drawn anew: set preserve_rng_state to True. hf_ckpt also restores the states of "
+    "Python's `random` and numpy, which other checkpointing does not.",
+    "unknown": "Unknown: inputs, settings and random state were those of the forward. It may be a "
+    "nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random generator of its own, "
+    "memory that is not written yet (RReLU as the last operation of a block: "
+    "https://github.com/pytorch/pytorch/issues/193671), what stores or moves saved tensors, such as offloading, "
+    "a value that it updates in every run, or what only the forward finds, such as a patched function or state of the "
+    "process. `selective` runs no block twice.",
+}
+"""What changed between forward and backward -> what to do about it. The first row that applies is the likely cause: the
+changes of the later ones may follow from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +55,13 @@ class Difference:
     module: str
     """Name of the module inside the block that produced or saved the tensor; empty for the block itself."""
     operation: str
-    """What produced the tensor: an autograd node (`MulBackward0`), or `input` for a tensor without a graph, `weight`,
-    `parameter` for a weight that was changed in place, `buffer` for what the block itself overwrites, `output` or
-    `gradient`."""
+    """What produced the tensor: an autograd node (`MulBackward0`), or `input` for a tensor without a graph, or
+    `weight`."""
     shape: tuple[int, ...]
-    what: str
-    """What is different, in words."""
-    place: int = 0
+    place: int
     """The number of the tensor among those that the forward saved."""
+    what: str = ""
+    """What is different, in words."""
     cause: str = ""
     """The likely cause and what to do about it."""
 
@@ -62,10 +75,14 @@ def difference_of(one: torch.Tensor, other: torch.Tensor) -> str | None:
     """Return what differs between two tensors, in words; None if they have the same shape, type and bits."""
     if _kind_of(one) != _kind_of(other):
         return f"{_kind_of(other)} instead of {_kind_of(one)}"
-    if one.layout is not torch.strided or torch.equal(_bits(one), _bits(other)):
+    if one.layout is not torch.strided:
         return None
-    count = int((_bits(one) != _bits(other)).sum())
-    return f"{count:,} of {_bits(one).numel():,} values differ, by {share_of_difference(one, other):.2g} of their norm"
+    # As bits, because NaN differs from itself, and 0.0 equals -0.0.
+    is_other = _bits(one) != _bits(other)
+    count = int(is_other.sum())
+    if not count:
+        return None
+    return f"{count:,} of {is_other.numel():,} values differ, by {share_of_difference(one, other):.2g} of their norm"
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
@@ -78,9 +95,12 @@ def share_of_difference(one: torch.Tensor, other: torch.Tensor, least: float = 0
     It is computed in host memory: some devices, such as `mps`, have no float64, and others have little free memory.
     """
     wide = torch.complex128 if one.is_complex() else torch.float64
-    exact = one.detach().cpu().to(wide)
-    norm, gap = max(least, float(exact.norm())), float((other.detach().cpu().to(wide) - exact).norm())
-    return gap / norm if norm else (float("inf") if gap else 0.0)
+    exact = one.detach().cpu().to(wide)  # in float32, the norm of many numbers would itself be rounded
+    norm = max(least, float(exact.norm()))
+    gap = float((other.detach().cpu().to(wide) - exact).norm())
+    if not norm:
+        return float("inf") if gap else 0.0
+    return gap / norm
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,45 +121,18 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return placed[0] == placed[1]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor can be compared."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return plain and not (
-        tensor.is_nested or tensor.is_quantized or _has_no_values(tensor) or compat.torch.is_compiling()
-    )
-
-
-def _tensors(*values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.torch.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+def _is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor whose values can be compared."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or _has_no_values(tensor) or compat.torch.is_compiling())
 
 
 # --- what changed meanwhile -------------------------------------------------------------------------------------------
 
-CAUSES = {
-    "gradient": "Reentrant checkpointing needs an input that requires gradients: set use_reentrant to False.",
-    "parameter": "Between forward and backward, parameters, settings of the block (train or eval mode, adapters, "
-    "hooks, attributes) or autocast changed. Change them after the backward only, or copy the model for the change.",
-    "rebuilds": "An operation was rebuilt from wrong inputs. Please report it; `policy: full` recomputes the block.",
-    "stored": "The block did not run again: what stores or moves its tensors has changed them, by a buffer that is "
-    "used again too early, a copy that has not ended, or a smaller type.",
-    "inputs": "The block is recomputed from other inputs than it had: {inputs}. They were left out, the block changes "
-    "them in place, or what stores them, such as offloading, has changed them.",
-    "random": "Random numbers are drawn anew: set preserve_rng_state to True. hf_ckpt also restores the states of "
-    "Python's `random` and numpy, which other checkpointing does not.",
-    "updated": "The block updates {updated} in every run: hf_ckpt's `full` puts that back, and `selective` runs no "
-    "block twice.",
-    "unknown": "Unknown: the inputs, settings, random state and autocast of the recomputation were those of the "
-    "forward. It may be a nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random "
-    "generator of its own, memory that is not written yet (RReLU as the last operation of a block: "
-    "https://github.com/pytorch/pytorch/issues/193671), or what only the forward finds, such as a patched function or "
-    "state of the process. `selective` runs no block twice.",
-}
-"""What differs, or what changed between forward and backward -> the cause and what to do about it. The first row whose
-fact is known is the likely one."""
 
-
-class _Facts(dict[str, Any]):
-    """The rows of `CAUSES` that apply to one forward of a block and its backward -> their details.
+class _Changes:
+    """What has changed between one forward of a block and its backward: the rows of `CAUSES` that apply.
 
     Args:
         module: the block, before its forward.
@@ -147,118 +140,76 @@ class _Facts(dict[str, Any]):
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        super().__init__(parameter=False, stored=True, unknown=True)
         self.module = module
-        self.running = True
-        """Whether the forward is still running."""
+        self.forward_runs = True
+        self.ran_again = False
+        """Whether a recomputation has begun."""
         self.tensors = {id(tensor): Seen(tensor) for tensor in (*module.parameters(), *module.buffers())}
         """The parameters and buffers of the block, as they were before its forward."""
-        self.seen = [_seen_in(module)]
-        """Attributes and buffers of the block before its forward, after it, and when its backward begins."""
-        self.inputs: dict[tuple[str, int], Seen] = {}
-        """(argument, number of the tensor in it) -> an input tensor of the block in its forward."""
-        self.autocast = compat.devices.autocast_now()
-        self.random = compat.random_state.RandomState(compat.random_state.devices_of([*module.parameters(), *args]))
+        self.inputs: list[Seen | None] = []
+        """The input tensors of the block in its forward, until it runs again; None for those that found no room."""
+        self.random = compat.process_state.RandomState(compat.process_state.devices_of([*module.parameters(), *args]))
+        self.causes: set[str] = set()
+        """Rows of `CAUSES` that apply."""
 
     def forward_has_ended(self) -> None:
-        """Record the block's settings, and what the forward changed."""
-        self.running = False
-        self.seen.append(_seen_in(self.module))
+        """Record the block's settings, and the generators that the forward drew from."""
+        self.forward_runs = False
         self.settings = Settings(self.module)
         generators = (self.random.of_torch_has_moved, self.random.of_host_has_moved)
         self.drawn_from = [has_moved for has_moved in generators if has_moved()]
-        """The generators that the forward drew from: whether they have moved since it began."""
+        """Whether each generator that the forward drew from has moved since it began."""
 
     def backward_begins(self, whole: bool) -> None:
         """Compare with the block's settings at the beginning of its backward, and with its parameters if `whole`."""
-        self.seen.append(_seen_in(self.module))
         are_others = whole and any(id(parameter) not in self.tensors for parameter in self.module.parameters())
-        self["parameter"] |= are_others or not self.settings.hold(self.module)
+        # Other parameters, as after `torch.func.functional_call`; and settings, as after `eval()`.
+        if are_others or not self.settings.still_apply(self.module):
+            self.causes.add("settings")
 
-    def runs_again(self, again: dict[tuple[str, int], torch.Tensor]) -> None:
+    def runs_again(self, again: list[torch.Tensor]) -> None:
         """Compare the first recomputation of the block, with the inputs `again`, with the forward."""
-        others = [
-            f"`{key[0]}`"
-            for key, seen in self.inputs.items()
-            if key not in again or seen.is_overwritten or difference_of(seen.tensor, again[key]) is not None
-        ]
-        self["inputs"] = ", ".join(list(dict.fromkeys(others))[:3])
-        self["stored"], self.inputs = False, {}
-        self["parameter"] |= compat.devices.autocast_now() != self.autocast
-        self["random"] = any(has_moved() for has_moved in self.drawn_from)
+        if self.ran_again or self.forward_runs:
+            return
+        self.ran_again = True
+        pairs = [(seen, tensor) for seen, tensor in zip(self.inputs, again, strict=False) if seen is not None]
+        changed = (seen.is_overwritten or difference_of(seen.tensor, tensor) is not None for seen, tensor in pairs)
+        if len(self.inputs) != len(again) or any(changed):
+            self.causes.add("inputs")
+        self.inputs = []
+        if any(has_moved() for has_moved in self.drawn_from):
+            self.causes.add("random")
 
-    def updated_again(self) -> list[str]:
-        """Return the names of buffers and attributes that the forward changed, and then the backward, too."""
-        if len(self.seen) < 3:
-            return []
-        before, after, later = self.seen
-        updated = [
-            name
-            for name, value in _seen_in(self.module).items()
-            if before.get(name) != after.get(name) and later.get(name) != value
-        ]
-        self["updated"] = ", ".join(f"`{name}`" for name in updated)
-        return updated
-
-    def cause(self, first: Difference) -> str:
-        """Return the likely cause of the first difference, and what to do about it."""
-        self[first.operation] = True
-        return next(text for fact, text in CAUSES.items() if self.get(fact)).format_map(self)
-
-
-def _seen_in(module: nn.Module) -> dict[str, Any]:
-    """Return qualified name -> copies of attributes with plain values, and (id, version) of buffers."""
-    seen: dict[str, Any] = {}
-    for name, inner in module.named_modules():
-        # In lists, values are compared by identity first: NaN does not equal itself.
-        values: dict[str, Any] = {k: copied([value], {}) for k, value in vars(inner).items() if is_setting(k, value)}
-        values |= {key: (id(b), version_of(b)) for key, b in inner._buffers.items() if b is not None}
-        seen |= {f"{name}.{key}" if name else key: value for key, value in values.items()}
-    return seen
-
-
-def _inputs_of(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[tuple[str, int], Any]:
-    """Return (name of an argument, number of the tensor in it) -> tensor, for tensors that can be compared."""
-    names = inspect.signature(module.forward).parameters
-    named = {**dict(zip(names, (arg for arg in args if arg is not module), strict=False)), **keywords}
-    return {
-        (name, place): tensor
-        for name, value in named.items()
-        for place, tensor in enumerate(_tensors(value))
-        if _is_plain(tensor)
-    }
+    def likely_cause(self) -> str:
+        """Return the first row of `CAUSES` that applies, in words."""
+        return next(text for cause, text in CAUSES.items() if cause in self.causes or cause == "unknown")
 
 
 # --- one forward of one block -----------------------------------------------------------------------------------------
 
 
+class _Reference(NamedTuple):
+    """A tensor that the forward saved, to compare with what backward gets."""
+
+    seen: Seen
+    """The tensor without its graph, which would hold it: a reference cycle."""
+    values: torch.Tensor
+    """A copy, if the recomputation overwrites the tensor; else the tensor itself."""
+    difference: Difference
+    """The difference, should there be one, without what is different."""
+
+
+@dataclasses.dataclass(slots=True)
 class Saved:
-    """A tensor that autograd has saved: what the hooks around it hold in its place, and a reference to compare with."""
+    """What the hooks of the check hold in place of a saved tensor: what the hooks around it hold, and a reference."""
 
-    __slots__ = ("load", "module", "operation", "packed", "place", "seen", "values")
-
-    def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks) -> None:
-        self.packed, self.load = hooks[0](tensor), hooks[1]
-        self.seen: Seen | None = None
-        """The reference; None if the tensor is not compared, or was."""
-
-    def refer_to(self, tensor: torch.Tensor, operation: str, place: int, module: str, *, copied: bool) -> None:
-        """Keep the tensor, number `place` of its forward, which `module` saves, to compare it.
-
-        Args:
-            tensor: the tensor.
-            operation: what produced it: see `Difference.operation`.
-            place: its number among those that the forward saves.
-            module: the name of the module that saves it.
-            copied: whether to keep its values, because the recomputation overwrites the tensor.
-        """
-        self.operation, self.place, self.module = operation, place, module
-        self.seen = Seen(tensor.detach())  # its graph would hold it: a reference cycle
-        with compat.torch.unseen_by_modes():
-            self.values: Any = self.seen.tensor.clone() if copied else self.seen.tensor
-        """What to compare with."""
+    packed: Any
+    load: Callable[[Any], torch.Tensor]
+    reference: _Reference | None = None
+    """None if the tensor is not compared, or was."""
 
 
+@dataclasses.dataclass(eq=False)
 class Check:
     """The check of one forward of one block, and of its backward.
 
@@ -273,87 +224,87 @@ class Check:
             forward of a frozen block.
     """
 
-    def __init__(
-        self,
-        block: str,
-        module: nn.Module,
-        function: Callable[..., Any],
-        *,
-        room_bytes: int,
-        put_back: Callable[[Check], None],
-        done: Callable[[Check], None],
-        whole: bool = True,
-    ) -> None:
-        self.block, self.module, self.function = block, module, function
-        self.room_bytes, self.put_back, self.done, self.whole = room_bytes, put_back, done, whole
-        self.compared = 0
-        """Number of tensors that were compared, without those that are the same memory on both sides."""
-        self.saved = 0
-        """Number of tensors that the forward saved."""
-        self.differences: list[Difference] = []
-        """The differences, in the order in which the forward saved the tensors once the check has ended."""
-        self.updated: list[str] = []
-        """Buffers and attributes that both the forward and the recomputation updated, once the check has ended."""
-        self.is_reentrant = False
-        """Whether the block ran without gradients, as under reentrant checkpointing."""
-        self.ends = False
-        """Whether the end of the check is scheduled or has come."""
-        self.facts: _Facts | None = None
-        """What may be the cause of a difference, while the check runs."""
+    block: str
+    module: nn.Module
+    function: Callable[..., Any]
+    _: dataclasses.KW_ONLY
+    room_bytes: int
+    put_back: Callable[[Check], None]
+    done: Callable[[Check], None]
+    whole: bool = True
+    compared: int = 0
+    """Number of tensors that were compared, without those that are the same memory on both sides."""
+    saved: int = 0
+    """Number of tensors that the forward saved."""
+    differences: list[Difference] = dataclasses.field(default_factory=list)
+    """The differences, in the order in which the forward saved the tensors once the check has ended."""
+    ends: bool = False
+    """Whether the end of the check is scheduled or has come."""
+    changes: _Changes | None = None
+    """What may be the cause of a difference, while the check runs."""
+
+    def __post_init__(self) -> None:
         self._first_call = threading.Lock()
         self._storages: set[int] = set()
-        self._names = {id(inner): name for name, inner in module.named_modules()}
+        self._names = {id(inner): name for name, inner in self.module.named_modules()}
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `function(fn, *args)`, where `fn` is the block's own forward."""
         self.put_back(self)
+        # Without gradients nothing is saved. Graphs and fake tensors have no values to compare, and torch.func allows
+        # no hooks.
         unusual = (
             not torch.is_grad_enabled()
             or compat.torch.is_compiling()
             or compat.devices.is_capturing()
-            or compat.torch.transforms()
             or any(map(_has_no_values, args))
         )
         if unusual or not self._first_call.acquire(blocking=False):  # another thread may run the same block now
             return self.function(fn, *args)
         bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
+        # torch's own selective checkpointing, or a count of operations, must not see what only the check does. So it is
+        # wherever `unseen_by_modes` stands below.
         with compat.torch.unseen_by_modes():
-            facts = self.facts = _Facts(self.module, args)
+            changes = self.changes = _Changes(self.module, args)
         output = self.function(functools.partial(_Forward(self, bound.func), *bound.args, **bound.keywords), *args)
-        facts.forward_has_ended()
-        trained = any(parameter.requires_grad for parameter in self.module.parameters())
-        if self.is_reentrant and trained and not any(tensor.requires_grad for tensor in _tensors(output)):
-            self._note(0, "gradient", (), "none reaches the block, although it is trained")
-            self._end()
-        elif not (self.saved or self.is_reentrant):
+        changes.forward_has_ended()
+        if not self.saved:
             self.done(self)
         return output
 
     @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, outer: compat.torch.SavedTensorHooks, tensor: torch.Tensor) -> Saved:
         """Saved-tensor hook: pass a tensor to the `outer` hooks, and keep a reference to it."""
-        assert self.facts is not None
-        saved = Saved(tensor, outer)
+        assert self.changes is not None
+        outer_pack, outer_unpack = outer
+        saved = Saved(outer_pack(tensor), outer_unpack)
         self.saved += 1
-        before = self.facts.tensors.get(id(tensor)) or self.facts.tensors.get(id(tensor._base))
+        before = self.changes.tensors.get(id(tensor)) or self.changes.tensors.get(id(tensor._base))
         is_written = before is not None and before.is_overwritten  # the recomputation will write to it again
         is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         operation = "input" if tensor.grad_fn is None else tensor.grad_fn.name()
-        if before is not None:
-            operation = "buffer"
-        if is_weight and not is_written:
+        if is_weight:
             operation = "weight"
+        if not _is_plain(tensor) or (is_weight and not self.whole):
+            return saved
         # A kernel may write to a buffer without counting that as a change, as batch norm does. It makes no use of the
         # buffer in backward, where it would find the values of the last forward without checkpointing.
-        stays = self.whole or not is_weight
-        can_be_compared = _is_plain(tensor) and stays and (operation != "buffer" or is_written)
-        if can_be_compared and (operation == "weight" or self.has_room_for(tensor, copied=is_written)):
-            running = (self._names[id(inner)] for inner in compat.frames.running_modules() if id(inner) in self._names)
-            saved.refer_to(tensor, operation, self.saved, next(running, ""), copied=is_written)
+        if before is not None and not (is_weight or is_written):
+            return saved
+        is_held = is_weight and not is_written  # by the model
+        if is_held or self.reserve(tensor, copied=is_written):
+            seen = Seen(tensor.detach())
+            with compat.torch.unseen_by_modes():
+                values = seen.tensor.clone() if is_written else seen.tensor
+            running = (self._names[id(inner)] for inner in compat.frames.running(nn.Module) if id(inner) in self._names)
+            shape = tuple(tensor.shape)
+            difference = Difference(self.block, next(running, ""), operation, shape, self.saved)
+            saved.reference = _Reference(seen, values, difference)
         return saved
 
-    def has_room_for(self, tensor: torch.Tensor, *, copied: bool = False) -> bool:
-        """Whether there is room to keep a tensor, or a copy of it; if so, reserve it."""
+    def reserve(self, tensor: torch.Tensor, *, copied: bool = False) -> bool:
+        """Reserve room to keep a tensor, or a copy of it; return False if there is none."""
+        # Views share their storage, so it is counted once.
         storage = tensor.untyped_storage()
         if copied or storage._cdata not in self._storages:
             if storage.nbytes() > self.room_bytes:
@@ -366,61 +317,48 @@ class Check:
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Saved-tensor hook: return what the outer hooks return, after comparing it with the reference."""
         # Compare nothing in a second backward, or when an engine or other code reads what a node has saved.
-        if self.facts is None or self.facts.running or not self.end_later():
+        if self.changes is None or self.changes.forward_runs or not self.schedule_end():
             return saved.load(saved.packed)
         tensor = saved.load(saved.packed)
-        if saved.seen is not None and not compat.torch.is_unused_random_state(tensor):
+        if saved.reference is not None and not compat.torch.is_unused_random_state(tensor):
             with torch.no_grad(), compat.torch.unseen_by_modes():
-                self._compare(saved, saved.seen, tensor)
-        saved.seen = saved.values = None
+                self._compare(saved.reference, tensor)
+        saved.reference = None
         return tensor
 
-    def _compare(self, saved: Saved, seen: Seen, tensor: torch.Tensor) -> None:
+    def _compare(self, reference: _Reference, tensor: torch.Tensor) -> None:
         """Compare a tensor that backward is given with the one that was saved."""
-        is_copied = saved.values is not seen.tensor
-        has_changed = seen.is_overwritten and not is_copied
-        if has_changed and saved.operation != "weight":
-            return  # without checkpointing, torch raises an error in this backward
-        if _is_same_memory(saved.values, tensor) and not has_changed:
+        if reference.seen.is_overwritten and reference.values is reference.seen.tensor:
+            if reference.difference.operation != "weight":
+                return  # without checkpointing, torch raises an error in this backward
+            what: str | None = "it was changed in place before the backward"
+            assert self.changes is not None
+            self.changes.causes.add("settings")
+        elif _is_same_memory(reference.values, tensor):
             return
-        what = "it was changed in place before the backward" if has_changed else difference_of(saved.values, tensor)
+        else:
+            what = difference_of(reference.values, tensor)
         self.compared += 1
         if what is not None:
-            operation = "parameter" if has_changed else saved.operation
-            self._note(saved.place, operation, tuple(seen.tensor.shape), what, saved.module)
+            self.differences.append(dataclasses.replace(reference.difference, what=what))
 
-    def compare_outputs(self, first: list[torch.Tensor], again: list[torch.Tensor]) -> None:
-        """Compare the outputs of the forward with those of the recomputation."""
-        if len(first) != len(again):  # torch drops the gradients of those that are missing
-            self._note(1, "output", (), f"{len(again)} tensors instead of {len(first)}")
-        for place, (one, other) in enumerate(zip(first, again, strict=False), 1):
-            self.compared += 1
-            found = difference_of(one, other)
-            if found is not None:
-                self._note(place, "output", tuple(one.shape), found)
-
-    def _note(self, place: int, operation: str, shape: tuple[int, ...], what: str, module: str = "") -> None:
-        self.differences.append(Difference(self.block, module, operation, shape, what, place))
-
-    def end_later(self) -> bool:
+    def schedule_end(self) -> bool:
         """Schedule the end of the check for the end of the running backward; return False if none is running."""
         if not self.ends and compat.torch.call_after_backward(self._end):
             self.ends = True
-            assert self.facts is not None
-            self.facts.backward_begins(self.whole)
+            assert self.changes is not None
+            self.changes.backward_begins(self.whole)
         return self.ends
 
     def _end(self) -> None:
         """End the check: find the cause of the differences, and call `done`."""
-        self.ends = True
-        facts, self.facts = self.facts, None
-        assert facts is not None
-        self.updated = facts.updated_again()
-        if self.differences:
-            facts["rebuilds"] = not getattr(self.function, "runs_block_again", True)
-            self.differences.sort(key=lambda difference: difference.place)
-            cause = facts.cause(self.differences[0])
-            self.differences = [dataclasses.replace(difference, cause=cause) for difference in self.differences]
+        changes = self.changes
+        self.changes = None
+        assert changes is not None
+        cause = changes.likely_cause()
+        # Backward finds the last tensors first. What differs first in the forward is nearest to the cause.
+        self.differences.sort(key=lambda difference: difference.place)
+        self.differences = [dataclasses.replace(difference, cause=cause) for difference in self.differences]
         self.done(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -435,43 +373,24 @@ class _Forward:
     """The forward of a block. Only its first call runs under the saved-tensor hooks of a check."""
 
     def __init__(self, check: Check, function: Callable[..., Any]) -> None:
-        self.check, self.function = check, function
+        self.check = check
+        self.function = function
         self.ran = False
-        self.outputs: list[torch.Tensor] | None = None
-        """The outputs of the first call, if gradients were off and nothing was saved."""
         self.__self__ = getattr(function, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check, facts = self.check, self.check.facts
-        if facts is None:  # the check has ended
+        check = self.check
+        changes = check.changes
+        if changes is None:  # the check has ended
             return self.function(*args, **kwargs)
         with torch.no_grad(), compat.torch.unseen_by_modes():
-            if not self.ran:
-                inputs = _inputs_of(check.module, args, kwargs)
-                facts.inputs = {key: Seen(t.detach()) for key, t in inputs.items() if check.has_room_for(t)}
-            elif facts["stored"] and not facts.running:
-                facts.runs_again(_inputs_of(check.module, args, kwargs))
-        if not self.ran:
-            self.ran = True
-            return self._run_first(args, kwargs)
-        first, self.outputs = self.outputs, None
-        if first is not None:
-            check.end_later()
-        output = self.function(*args, **kwargs)
-        if first is not None:
-            with torch.no_grad(), compat.torch.unseen_by_modes():
-                check.compare_outputs(first, _tensors(output))
-        return output
-
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward under the hooks of the check, inside those of the checkpointing function."""
-        check = self.check
-        if not torch.is_grad_enabled():
-            check.is_reentrant = True
-            output = self.function(*args, **kwargs)
-            self.outputs = [tensor.detach() for tensor in _tensors(output)]
-            return output
-        outer = compat.torch.top_saved_tensor_hooks()
+            inputs = [leaf for leaf in compat.torch.tree_leaves((args, kwargs)) if _is_plain(leaf)]
+            if self.ran:
+                changes.runs_again(inputs)
+            else:
+                changes.inputs = [Seen(tensor.detach()) if check.reserve(tensor) else None for tensor in inputs]
+        outer = None if self.ran else compat.torch.top_saved_tensor_hooks()
+        self.ran = True
         if outer is None:
             return self.function(*args, **kwargs)
         # The graph refers to `unpack` only, so not to the outer hooks, which hold the inputs of the block.

@@ -15,7 +15,6 @@ hf_ckpt always keeps random draws, or their seeds, and the experts that routers 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,36 +24,25 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Region, Request
-from hf_ckpt.errors import HfCkptError
-from hf_ckpt.logs import warn_once
-
-log = logging.getLogger(__name__)
-
-_Run = Callable[..., Any]
+from hf_ckpt.errors import HfCkptError, reason_of
 
 
 class CompiledRegion(Region):
     """The function of a block that is compiled by itself.
 
-    If a block does not compile, hf_ckpt warns and runs it as `full` from then on. So it does, without a warning, while
-    a dispatch mode has to see every operation, such as torch's counter of operations.
+    While a dispatch mode has to see every operation, such as torch's counter of operations, it runs as `full`.
     """
 
-    transforms = frozenset()
     compiles_block = True
-    keeps_choices = FullRegion.keeps_choices  # if the block does not compile
+    keeps_choices = FullRegion.keeps_choices  # while it runs as `full`
 
     def __init__(self, block: str, share: float, **options: Any) -> None:
         self.block = block
         self.share = share
-        self.forwards = 0
-        self.in_graph = False
-        self.compiles = True
-        """Whether the block compiles, as far as known."""
         self.without_hooks = -1
         """The process's count of registered hooks when the block was last seen to have none inside."""
         self.eager = FullRegion(block, **options)
-        """Runs the block if it does not compile."""
+        """Runs the block under dispatch modes."""
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
@@ -64,32 +52,39 @@ class CompiledRegion(Region):
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, compiled.
 
-        Raises `HfCkptError` if there is a hook on a module inside the block.
+        Raises `HfCkptError` if there is a hook on a module inside the block, or if the block does not compile.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
         if compat.torch.is_compiling():
-            self.in_graph = self.left_to_others = True
+            # Something compiles a graph around the block, for example the whole model. Its partitioner decides then.
+            self.in_graph = True
+            self.left_to_others = True
             return fn(*args)
         fn, args = compat.transformers.block_call(fn, args)
         module = compat.transformers.module_of(fn)
         self.forwards += 1
-        if self.compiles and not compat.torch.is_seen_by_modes():  # such as a count of all operations
-            if module is not None:
-                self._refuse_hooks(fn, module)
-            kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
-            try:
-                output = _compiled(kind)(*compat.compiler.call_parts(fn), args)
-                self.in_graph = True
-                return output
-            except Exception as error:
-                if not compat.compiler.is_compile_error(error):
-                    raise
-                self._fall_back(error)
-        return self.eager(fn, *args)
+        # A mode that sees every operation, such as a count of them, would see none inside a graph.
+        if compat.torch.is_seen_by_modes():
+            return self.eager(fn, *args)
+        if module is not None:
+            self._refuse_hooks(fn, module)
+        kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
+        try:
+            output = _compiled(kind)(*compat.compiler.call_parts(fn), args)
+        except Exception as error:
+            if not compat.compiler.is_compile_error(error):  # the block's own error, such as out of memory
+                raise
+            cause = getattr(error, "inner_exception", error)  # says which compiler is missing, for example
+            raise HfCkptError(
+                f"block {self.block!r} does not compile ({reason_of(cause)}). Leave `compile` out."
+            ) from error
+        self.in_graph = True
+        return output
 
     def _refuse_hooks(self, fn: Callable[..., Any], module: nn.Module) -> None:
         """Raise `HfCkptError` for a hook inside the block. Searched again only after some hook was registered."""
+        # A walk over all modules in each forward would take longer than the call of the graph.
         registered = compat.torch.registered_hooks()
         if registered == self.without_hooks:
             return
@@ -103,19 +98,6 @@ class CompiledRegion(Region):
                 "the hook, or leave `compile` out."
             )
         self.without_hooks = registered
-
-    def _fall_back(self, error: Exception) -> None:
-        """Run the block as `full` from now on."""
-        self.compiles = False
-        error = getattr(error, "inner_exception", error)  # says which compiler is missing, for example
-        stack, _, place = self.block.rpartition(".")
-        warn_once(
-            log,
-            "hf_ckpt: blocks like %s do not compile (%s: %s); they run in eager mode, as under `full`.",
-            f"{stack}.*" if place.isdigit() else self.block,
-            type(error).__name__,
-            next((line for line in str(error).splitlines() if line.strip()), ""),
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "without_hooks": -1}  # another process counts its own
@@ -149,7 +131,7 @@ class _Kind(NamedTuple):
 
 
 @functools.cache
-def _compiled(kind: _Kind) -> _Run:
+def _compiled(kind: _Kind) -> Callable[..., Any]:
     """Return the compiled function for all blocks of a kind. It has its own cache of graphs.
 
     The share limits which results it keeps beside the graph's inputs.

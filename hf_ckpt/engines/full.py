@@ -1,17 +1,20 @@
-"""`full`: save only the block's inputs and recompute the block in backward. It uses `torch.utils.checkpoint`."""
+"""`full`: save only the block's inputs and recompute the block in backward. It uses `torch.utils.checkpoint`.
+
+`FullRegion` is also the base of the other engines that run a block again.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import as_given
-from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.copies import as_given
+from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Settings
 from hf_ckpt.engines.state import ForwardState
@@ -21,49 +24,50 @@ CALLS_A_TRANSFORM = "it calls `torch.func.grad`, which allows no hooks."
 """The problem of a block that no engine can checkpoint."""
 
 
+class Recomputation(NamedTuple):
+    """One recomputation of a block, for whoever runs it in another way."""
+
+    again: Callable[[Callable[..., Any]], Any]
+    """Runs a function in the state of the forward, with the arguments of the forward."""
+    plain: Callable[..., Any]
+    """The block's own forward."""
+    inner: Callable[..., Any]
+    """The function that ran in the forward in its place; see `Recomputing.inner`."""
+    inputs: list[torch.Tensor]
+    """The tensors that the block is given, first its hidden states; empty if it is not known which these are."""
+
+
 class Recomputing(Protocol):
-    """What happens in place of a recomputation: see `trials.Trials`."""
+    """What happens in place of a recomputation. It is `trials.Trials`, which this module cannot import: trials use the
+    engines that derive from `FullRegion`."""
 
     @property
-    def stops_early(self) -> bool: ...
+    def last(self) -> object: ...
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
-    def recompute(
-        self,
-        again: Callable[[Callable[..., Any]], Any],
-        plain: Callable[..., Any],
-        inner: Callable[..., Any],
-        given: Sequence[torch.Tensor],
-    ) -> Any: ...
+    def recompute(self, recomputation: Recomputation) -> Any: ...
 
 
 class FullRegion(Region):
     """The checkpointing function of a block that is recomputed as a whole."""
 
     keeps_choices = True
+    parameters_stay = True
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
         self.block = block
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
-        self.forwards = 0
-        self.recomputed = 0
-        self.in_graph = False
-        self.whole = True
-        """Whether every parameter stays on its device, unsharded, throughout a step."""
         self.settings: Settings | None = None
         """The settings of the block in its last forward; None before the first."""
         self.trials: Recomputing | None = None
-        """What the recomputations of the next forwards try; None if they only recompute."""
+        """What the recomputations of the next forwards try, in place of this engine's `inner`; None if they only
+        recompute."""
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
         return fn
-
-    def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Note whether parameters stay on their device, unsharded, throughout a step (`stay`), and can be compared."""
-        self.whole = stay
 
     def state_for(self, fn: Callable[..., Any], inputs: SeenTensors = NO_TENSORS) -> ForwardState:
         """Record the state of the block whose forward `fn` is about to run; only random state if the block is unknown.
@@ -72,13 +76,19 @@ class FullRegion(Region):
 
         A replica of `nn.DataParallel` exists for one forward only, so nobody can change it.
         """
-        block, settings = compat.transformers.module_of(fn), self.settings
+        block = compat.transformers.module_of(fn)
+        settings = self.settings
         if block is None or compat.torch.is_replica(block):
             block = settings = None
-        elif settings is None or not settings.hold(block):
+        elif settings is None or not settings.still_apply(block):
             settings = self.settings = Settings(block)
         return ForwardState(
-            self.block, block, settings, whole=self.whole, keeps_draws=self.preserve_rng_state, inputs=inputs
+            self.block,
+            block,
+            settings,
+            parameters_stay=self.parameters_stay,
+            keeps_draws=self.preserve_rng_state,
+            inputs=inputs,
         )
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -87,7 +97,7 @@ class FullRegion(Region):
         Raises `GraphCaptureError` if random state is preserved while a CUDA graph is captured, and `InPlaceError` if
         the block changes a tensor that it would be recomputed from.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # nothing is saved, and there is no backward
             return fn(*args)
         if compat.torch.is_compiling():
             self.in_graph = True  # counting here would recompile for every value of the count
@@ -98,20 +108,26 @@ class FullRegion(Region):
                 self.block, "it preserves random state, which cannot be read while a CUDA graph is captured."
             )
         self.forwards += 1
+        # A block may change a list that it is given. Its recomputation must find the list as it was.
         fn, args, tensors = as_given(self.block, fn, args)
         positional = SeenTensors([arg for arg in args if isinstance(arg, torch.Tensor)])
         inputs = SeenTensors(tensors)
+        counted = Counted(fn, self, inputs)
         try:
-            if self.trials is None or self.trials.stops_early:
-                output = self.checkpointed(Counted(fn, self, inputs), *args)
+            if self.trials is None or self.trials.last is None:
+                output = self.checkpointed(counted, *args)
             else:
+                # torch ends a recomputation by an exception as soon as it has the last tensor that backward needs. A
+                # trial has to see its output, because it marks the memory after that is freed.
                 with set_checkpoint_early_stop(False):
-                    output = self.checkpointed(Counted(fn, self, inputs), *args)
+                    output = self.checkpointed(counted, *args)
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
         if not (positional.are_unchanged() and inputs.are_unchanged()) and needs_gradient(output):
+            # torch would find a change of positional ones only in backward, where the operation is not known any more,
+            # and of others never. None may be overwritten: the other change is that one now requires gradients.
             for tensor, version in (*positional.overwritten(), *inputs.overwritten()):
                 operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
                 raise InPlaceError(self.block, tensor, version, operation)
@@ -123,7 +139,7 @@ class FullRegion(Region):
             fn,
             *args,
             use_reentrant=False,  # torch is reentrant by default
-            # `ForwardState` does it faster.
+            # `ForwardState` does it instead, and restores nothing where the forward drew nothing.
             preserve_rng_state=self.preserve_rng_state and not isinstance(fn, Counted),
             determinism_check=self.determinism_check,
         )
@@ -140,6 +156,7 @@ class Counted:
     def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: SeenTensors) -> None:
         self.plain = fn
         self.trials = region.trials
+        # In the forward, too: `Rebuilding` puts hooks there, by which backward gets what its recomputation packs.
         self.fn = region.inner(fn) if self.trials is None else self.trials.inner(fn)
         self.region = region
         self.ran = False
@@ -148,23 +165,26 @@ class Counted:
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
+            # torch raises some errors outside of this function, before and after it calls it again in backward.
             name_block = functools.partial(_name_block, self.region.block)
             return compat.torch.run_watched(name_block, self.state.run, self.fn, args)
         self.region.recomputed += 1
         try:
             if self.trials is not None:
-                values = (*args, *self.state.inputs.tensors)
-                given = [value for value in values if isinstance(value, torch.Tensor)]
-                # Without positional ones, it is not known which are hidden states; wrapped tensors have no storage.
-                if not args or compat.torch.is_any_wrapper(map(type, given)):
-                    given = []
-                return self.trials.recompute(lambda runs: self.state.recompute(runs, args), self.plain, self.fn, given)
+                return self.trials.recompute(self._recomputation(args))
             return compat.torch.run_again(self.state.recompute, self.fn, args)
-        except compat.torch.StopRecomputation:
+        except compat.torch.StopRecomputation:  # no error: torch ends a recomputation by it
             raise
         except Exception as error:
             _name_block(self.region.block, error)
             raise
+
+    def _recomputation(self, args: tuple[Any, ...]) -> Recomputation:
+        inputs = [value for value in (*args, *self.state.inputs.tensors) if isinstance(value, torch.Tensor)]
+        # Without positional ones, it is not known which are hidden states; wrapped tensors have no storage.
+        if not args or compat.torch.is_any_wrapper(map(type, inputs)):
+            inputs = []
+        return Recomputation(lambda runs: self.state.recompute(runs, args), self.plain, self.fn, inputs)
 
 
 def _name_block(block: str, error: Exception) -> None:
@@ -174,7 +194,7 @@ def _name_block(block: str, error: Exception) -> None:
     """
     if compat.torch.is_in_place_error(error):
         raise ChangedBlockError(block, "an input was changed in place") from error
-    # Errors of hf_ckpt name the block themselves.
+    # Errors of hf_ckpt name the block themselves. Out of memory is no fault of the block, and the guard retries.
     if not isinstance(error, HfCkptError) and not compat.devices.is_out_of_memory(error):
         compat.torch.add_note(error, _NOTE.format(block=block))
 
@@ -186,14 +206,11 @@ _NOTE = (
 )
 
 
-def is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument is an ordinary tensor, outside torch.func, that no hooks of the user would store."""
-    hidden = args[0] if args else None
-    if type(hidden) is not torch.Tensor or hidden.is_inference() or not hidden.numel():
-        return False
-    return not (compat.torch.top_saved_tensor_hooks() or compat.torch.is_fake(hidden) or compat.torch.transforms())
-
-
 def needs_gradient(output: Any) -> bool:
     """Whether a backward may reach a block that returned `output`."""
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in compat.torch.tree_leaves(output))
+
+
+def make(request: Request) -> Region:
+    """The engine of `full`."""
+    return FullRegion(request.block, **request.options)

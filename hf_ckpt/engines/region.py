@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import ACTIONS, Action
 
@@ -19,16 +20,17 @@ from hf_ckpt.spec.actions import ACTIONS, Action
 class Region:
     """The checkpointing function of one block, called as `region(fn, *args)` with the block's own forward `fn`.
 
-    It counts its work. It refers to neither the block nor the model.
+    It counts its work. It refers to neither the block nor the model. The block refers to it, so that would be a
+    reference cycle, which keeps a deleted model in memory until the garbage collector runs.
     """
 
     block: str
     """Qualified name of the block."""
-    forwards: int
+    forwards: int = 0
     """Number of calls that were checkpointed."""
-    recomputed: int
+    recomputed: int = 0
     """How often the block, or operations and modules inside it, were run again in backward."""
-    in_graph: bool
+    in_graph: bool = False
     """Whether it was called from a graph of torch.compile, where nothing can be counted."""
     keeps_choices: bool = False
     """Whether routers choose the same experts in a recomputation as in the forward."""
@@ -38,10 +40,11 @@ class Region:
     """Whether it should compile the block, but something else compiles a graph around it."""
     runs_block_again: bool = True
     """Whether backward runs the block's own forward again."""
+    parameters_stay: bool = False
+    """Whether every parameter stays on its device, unsharded, throughout a step, as far as known. The first forward of
+    the stack sets it."""
     takes_caches: bool = False
     """Whether the block may get a KV cache, which a second forward would write twice."""
-    transforms: frozenset[str] = frozenset({"jvp", "vmap"})
-    """Transforms of torch.func that the forward works under; `grad` allows no hooks on saved tensors."""
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
     dropped_tensors: int = 0
@@ -50,13 +53,6 @@ class Region:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine implements this."""
         raise TypeError(f"{type(self).__name__} is no engine: it has no __call__ of its own.")
-
-    def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Note where parameters are; called at the first forward of the stack.
-
-        `stay` says whether every parameter stays on its device, unsharded, throughout a step. `owner` is the class name
-        of the module that runs the stack.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +67,8 @@ class Request:
     """Whether a recomputation draws the same random numbers; an argument of `torch.utils.checkpoint`."""
     determinism_check: str = "default"
     """How to compare a recomputation with the forward; an argument of `torch.utils.checkpoint`."""
-    segment: tuple[str, ...] = ()
-    """Names of the neighbouring blocks that the block is recomputed with, if its action names a segment."""
-    mover: Any = None
-    """An `offload.Mover`, which moves tensors to host memory and back. None for the last block of a stack, whose
-    backward comes first."""
+    mover: Mover | None = None
+    """Moves tensors to host memory and back. None for the last block of a stack, whose backward comes first."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,15 +92,15 @@ class Hook(NamedTuple):
 
 def make(request: Request) -> Region:
     """Make the checkpointing function of a block, with the engine of its action."""
-    made: Region = pkgutil.resolve_name(ACTIONS[request.action.kind].engine)(request)
-    return made
+    engine: Callable[[Request], Region] = pkgutil.resolve_name(ACTIONS[request.action.kind].engine)
+    return engine(request)
 
 
-def hooks_for(regions: Collection[Region], found: FoundBlocks) -> Iterator[Hook]:
+def hooks_for(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
     """Yield the hooks that the engines of these regions need on the modules of a model.
 
-    A block may have several regions, of alternating plans. Hooks of a region that is not on its block do nothing."""
-    owners = list({id(owner): owner for owner in found.owners}.values())
+    A block may have several regions, of alternating plans. Hooks of a region that is not on its block do nothing.
+    """
     for record in ACTIONS.values():
         if record.hooks:
-            yield from pkgutil.resolve_name(record.hooks)(regions, found, owners)
+            yield from pkgutil.resolve_name(record.hooks)(regions, blocks)

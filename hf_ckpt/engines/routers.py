@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
+from hf_ckpt.engines.region import Hook, Region
+from hf_ckpt.models.blocks import FoundBlocks
+from hf_ckpt.models.parts import routers
 
+# `max` is never the only one: Switch Transformers choose by `argmax`, and take the values by `max`.
 _CHOOSES: dict[Callable[..., Any], tuple[int, int | None, Any]] = {
     **dict.fromkeys((torch.topk, torch.Tensor.topk), (2, -1, torch.return_types.topk)),
     **dict.fromkeys((torch.argmax, torch.Tensor.argmax), (1, None, None)),
@@ -45,7 +49,9 @@ class Choices(TorchFunctionMode):
     @contextlib.contextmanager
     def running(self, *, again: bool = False) -> Iterator[None]:
         """Record the choices made inside this context, or make the same ones `again`."""
-        before, _running.choices, self._next = _running.choices, self, 0 if again else None
+        before = _running.choices
+        _running.choices = self
+        self._next = 0 if again else None
         try:
             yield
         finally:
@@ -69,16 +75,18 @@ class Choices(TorchFunctionMode):
         place_of_dim, default, kind = _CHOOSES[function]
         scores = args[0] if args else kwargs["input"]
         dim = args[place_of_dim] if len(args) > place_of_dim else kwargs.get("dim", default)
-        if not isinstance(dim, int):  # the largest of all scores, or of two tensors
+        if not isinstance(dim, int):  # the largest of all scores, or of two tensors: no choice for each token
             return function(*args, **kwargs)
         if self._next is None:
             chosen = function(*args, **kwargs)
             self._kept.append(_small(chosen if kind is None else chosen.indices, scores, dim))
             return chosen
+        # A block may call its router once more in a recomputation than in the forward; that call chooses by itself.
         kept = self._kept[self._next] if self._next < len(self._kept) else None
         self._next += 1
         if kept is None:
             return function(*args, **kwargs)
+        # The values are computed from the new scores, so that their gradients reach the router's weights.
         indices = kept.long()
         if kind is None:
             return indices
@@ -94,8 +102,17 @@ class _Running(threading.local):
 _running = _Running()
 
 
+def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
+    """Yield hooks on the routers of all blocks that are recomputed as a whole."""
+    for name in dict.fromkeys(region.block for region in regions if region.keeps_choices):
+        for router in routers(blocks.modules[name]):
+            yield Hook(router, enter_router, "before")
+            yield Hook(router, leave_router, "after")
+
+
 def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of a router: in a checkpointed block, start to intercept its choices."""
+    # Compiled blocks keep their choices by the partitioner, see `compat.compiler`.
     if not compat.torch.is_compiling() and _running.choices is not None and not compat.torch.transforms():
         _running.choices.intercept(True)
 
@@ -112,9 +129,10 @@ class _Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, indices: torch.Tensor, dim: int) -> torch.Tensor:
         ctx.save_for_backward(indices)
-        ctx.dim, ctx.shape = dim, scores.shape
-        found = scores.gather(dim, _with(dim, indices, scores.dim()))
-        return found if found.dim() == indices.dim() else torch.squeeze_copy(found, dim)
+        ctx.dim = dim
+        ctx.shape = scores.shape
+        chosen = scores.gather(dim, _with(dim, indices, scores.dim()))
+        return chosen if chosen.dim() == indices.dim() else torch.squeeze_copy(chosen, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

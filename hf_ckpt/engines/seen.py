@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+
+from hf_ckpt.errors import ChangedBlockError, InPlaceError
 
 
 def version_of(value: Any) -> int:
@@ -50,6 +52,47 @@ class Seen:
         return self.address != 0 and tensor.data_ptr() != self.address
 
 
+def refuse(seen: Seen, block: str, name: str) -> NoReturn:
+    """Raise the error for a tensor of a block that was overwritten since it was seen.
+
+    `InPlaceError` if its version has moved: autograd would have refused the change, too. Otherwise `ChangedBlockError`,
+    which calls the tensor by `name`.
+    """
+    if version_of(seen.tensor) != seen.version:
+        raise InPlaceError(block, seen.tensor, seen.version)
+    raise ChangedBlockError(block, f"{name} was overwritten")
+
+
+class Kept(Seen):
+    """What autograd holds in place of a saved tensor that stays: the tensor without its graph, and its block.
+
+    `detach` gives a view with the same storage and the same version counter. With its graph, a node that saves its own
+    result would hold itself, and a forward without a backward would never be freed.
+
+    Args:
+        tensor: the tensor.
+        block: name of the block, for errors.
+        address: whether its values must still be at the same address when it is needed, if it is a parameter.
+    """
+
+    __slots__ = ("block",)
+    root: ClassVar[None] = None
+    """The value whose uses `rebuild.values` counts; None, because this one is held for as long as the graph."""
+
+    def __init__(self, tensor: torch.Tensor, block: str, *, address: bool = False) -> None:
+        super().__init__(tensor if tensor.grad_fn is None else tensor.detach(), address=address)
+        self.block = block
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises `InPlaceError` if it has been changed in place since, and `ChangedBlockError` if it was overwritten.
+        """
+        if self.is_overwritten:
+            refuse(self, self.block, f"a parameter of shape {list(self.tensor.shape)}")
+        return self.tensor
+
+
 class SeenTensors:
     """Several tensors, as a forward saw them. They are compared all at once, because calls in Python take longest.
 
@@ -68,6 +111,7 @@ class SeenTensors:
 
     def are_unchanged(self) -> bool:
         """Whether no tensor was overwritten since, and each requires gradients if it did."""
+        # Another `requires_grad` is a change, too, although no values are gone: `overwritten` yields nothing then.
         is_same = _look_at(self.tensors) == (self.versions, self.trained)
         return is_same and list(map(torch.Tensor.data_ptr, self.parameters)) == self.addresses
 
@@ -83,6 +127,7 @@ class SeenTensors:
 
 def _look_at(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[bool]]:
     """Return the in-place version of each tensor, and whether it requires gradients."""
+    # `map` over C functions: a block of a LLaMA has some ten tensors, and each comparison in a loop is a Python call.
     trained = list(map(_requires_grad, tensors))
     try:
         return list(map(_version, tensors)), trained

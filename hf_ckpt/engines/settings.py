@@ -17,21 +17,22 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import CONTAINERS, copied
-from hf_ckpt.models.blocks import routers
+from hf_ckpt.engines.copies import CONTAINERS, copied
+from hf_ckpt.models.parts import routers
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, numpy.generic, torch.dtype, torch.device)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 """Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | set(compat.transformers.SWITCHES)
+_INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | set(compat.transformers.SWITCHES)
 """Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those that switch
-checkpointing, because a block's function refers to its settings."""
+checkpointing. One of these is the block's checkpointing function, which holds its settings: a reference cycle."""
 _SMALL_BYTES = 2**18
-"""The largest buffer that is copied although no forward has changed it yet."""
+"""The largest buffer that is copied although no forward has changed it yet: a copy of it takes microseconds."""
 
 Place = tuple[int, str]
-"""Number of one of the dicts of `Settings.dicts`, and a key in it."""
+"""Where the block has a value: the number of a dict, and a key in it. The dicts are those of `Settings.dicts`: first
+the attributes of each module and config, as many as `Settings.attributes`, and then those of `Settings.tensors`."""
 
 
 class Settings:
@@ -44,7 +45,8 @@ class Settings:
         self.attributes: list[dict[str, Any]] = []
         """The plain attributes of each module and of its config. The block comes first."""
         self.boxes: list[Any] = []
-        """Dicts of children and of hooks; dicts and lists of plain values, such as the scaling of adapters.
+        """Dicts of children and of hooks; dicts and lists of plain values, such as the scaling of adapters. Each is
+        compared with its content.
 
         The block's own hooks are none where transformers runs them outside of what is recomputed.
         """
@@ -58,81 +60,84 @@ class Settings:
         """Buffers, and tensors that are attributes: a forward may replace them or change them in place."""
         self.changing: set[Place] = set()
         """Those that a forward has changed in place."""
-        self.written: set[Place] | None = None
+        self.has_run = False
+        """Whether a forward has run under these settings, and has shown the following."""
+        self.written: set[Place] = set()
         """Parameters that the first forward itself wrote to, such as a router's weight that PEFT adapts: a write to
-        them does not count as a change. None before the first forward."""
+        them does not count as a change."""
         self.draws_on_host = True
-        """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read. The first
-        forward shows it."""
+        """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read."""
         self.chooses = bool(routers(block))
         """Whether the block sends tokens to experts."""
         self.parameters = vars(block)["_parameters"]
         """The dict of the block's own parameters, which identifies the block."""
         owners: list[dict[str, Any]] = []
-        buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
         for module in block.modules():
-            attributes = vars(module)
-            if not isinstance(attributes.get("_parameters"), dict):
-                continue
-            if type(module) in _INDIFFERENT and module is not block:
-                owners.append(attributes)
-                self.attributes.append({})
-            else:
-                self._collect(attributes, owners)
-            self.tensors += [box for box in (attributes["_parameters"], attributes["_buffers"]) if box]
-            is_outside = module is block and compat.transformers.HOOKS_STAY_OUTSIDE
-            self.boxes += [
-                box
-                for key, box in attributes.items()
-                if _is_box(key, box) and not (is_outside and key.startswith("_forward"))
-            ]
-            self.merged += [box for key, box in attributes.items() if compat.peft.is_merged(key, box)]
-            config = compat.transformers.config_of(module)
-            if config is not None and not any(vars(config) is owner for owner in owners):
-                owners.append(vars(config))
-                self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
+            # Scripted modules have wrappers of C++ objects in place of these dicts, see torch/jit/_script.py.
+            if isinstance(vars(module).get("_parameters"), dict):
+                self._collect(module, owners, is_block=module is block)
         self.inner = owners[1:]
         """The dicts that `attributes` are from, without the block's own."""
         self.names = [frozenset(owner) for owner in owners]
         """The names of all their attributes."""
-        for number, box in enumerate(self.tensors, len(owners)):
-            if id(box) in buffers:
-                self.state += [(number, key) for key in box]
+        buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
+        for number, tensors in enumerate(self.tensors, len(owners)):
+            if id(tensors) in buffers:
+                self.state += [(number, key) for key in tensors]
+        # Copies, because a box is changed in place (`scaling["default"] = 2`), and is itself the same one afterwards.
         self.contents = [copied(box, {}) for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
-        self.getters = [(place, operator.itemgetter(*names)) for place, names in enumerate(self.attributes) if names]
-        self.values = [getter(owners[place]) for place, getter in self.getters]
+        # One `itemgetter` for all plain attributes of a module reads them without a Python call each.
+        self.getters = [(number, operator.itemgetter(*plain)) for number, plain in enumerate(self.attributes) if plain]
+        self.values = [getter(owners[number]) for number, getter in self.getters]
 
-    def _collect(self, attributes: dict[str, Any], owners: list[dict[str, Any]]) -> None:
-        """Sort the attributes of one module by what a forward may do to them."""
-        plain: dict[str, Any] = {}
+    def _collect(self, module: nn.Module, owners: list[dict[str, Any]], *, is_block: bool) -> None:
+        """Collect what one module and its config have, and add the dicts of their attributes to `owners`."""
+        attributes = vars(module)
+        number = len(owners)
+        owners.append(attributes)
+        self.attributes.append({})
+        if type(module) not in _INDIFFERENT or is_block:
+            self._sort(attributes, number)
+        self.tensors += [tensors for tensors in (attributes["_parameters"], attributes["_buffers"]) if tensors]
+        is_outside = is_block and compat.transformers.HOOKS_STAY_OUTSIDE
+        for key, value in attributes.items():
+            if _is_box(key, value) and not (is_outside and key.startswith("_forward")):
+                self.boxes.append(value)
+            if compat.peft.is_merged(key, value):
+                self.merged.append(value)
+        config = compat.transformers.config_of(module)
+        if config is not None and not any(vars(config) is owner for owner in owners):  # modules share configs
+            owners.append(vars(config))
+            self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
+
+    def _sort(self, attributes: dict[str, Any], number: int) -> None:
+        """Sort the attributes of one module, dict `number`, by what a forward may do to them."""
         for key, value in attributes.items():
             if is_ignored(key):
                 continue
             if isinstance(value, torch.Tensor):
-                self.state.append((len(owners), key))
-            elif _is_box(key, value):  # its content is compared, too
-                plain[key] = value
+                self.state.append((number, key))
+            # A box is compared with its content, and here, too, because another one may replace it. `forward` is an
+            # attribute where something, such as accelerate, has replaced the method.
+            elif _is_box(key, value) or _is_plain(value) or key == "forward":
+                self.attributes[number][key] = value
             elif _holds_tensors_or_changes(value):
-                self.containers.append((len(owners), key))
-            elif _is_plain(value) or key == "forward":  # which an engine, or something else, has put there
-                plain[key] = value
-        owners.append(attributes)
-        self.attributes.append(plain)
+                self.containers.append((number, key))
 
     def dicts(self, block: nn.Module) -> list[dict[str, Any]]:
         """Return the dicts that places refer to: of the attributes of each module and config, then of tensors."""
         return [vars(block), *self.inner, *self.tensors]
 
-    def hold(self, block: nn.Module) -> bool:
+    def still_apply(self, block: nn.Module) -> bool:
         """Whether `block` is the block of these settings and still has them."""
         dicts = self.dicts(block)
         try:
             return (
-                dicts[0]["_parameters"] is self.parameters
+                dicts[0]["_parameters"] is self.parameters  # not a copy of the block, nor another block
                 and self.boxes == self.contents
                 and self.sizes == list(map(len, dicts))
-                and self.values == [getter(dicts[place]) for place, getter in self.getters]
+                and self.values == [getter(dicts[number]) for number, getter in self.getters]
             )
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
             return False
@@ -150,17 +155,12 @@ def is_ignored(key: Any) -> bool:
     return key in _INTERNAL or (isinstance(key, str) and compat.distributed.counted_by_deepspeed(key))
 
 
-def is_setting(key: Any, value: Any) -> bool:
-    """Whether an attribute is a plain value, or a dict or a list of them."""
-    return not is_ignored(key) and (_is_plain(value) or _is_plain_container(value))
-
-
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a flag, a string, a function, or a tuple of these.
 
     Other objects may hold what a forward stored, and to keep them would keep its activations alive.
     """
-    if isinstance(value, (tuple, frozenset)):
+    if isinstance(value, (tuple, frozenset)):  # they cannot be changed, so their items can be compared
         return all(map(_is_plain, value))
     return isinstance(value, (*_PLAIN, *_CODE))
 

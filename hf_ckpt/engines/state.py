@@ -14,11 +14,21 @@ What a forward changes in the block itself (running statistics, a counter, a rec
 forward. The recomputation starts from the recorded values and leaves the block as it found it, so each forward counts
 once. Routers choose the same experts again, see `routers`. torch draws the same numbers again. So do Python's `random`
 and `numpy.random` for a block that draws from them in its first forward.
+
+| what the block has | recorded in | a recomputation |
+|---|---|---|
+| plain attributes, children, hooks, configs | `Settings`, until one changes | puts them back |
+| parameters and buffers by name | `ForwardState.values` | puts the tensors back |
+| their values, and those of inputs | versions and addresses in `ForwardState.seen`, `inputs` | refuses to use them |
+| buffers and tensors in attributes that a forward writes | copies in `ForwardState.stored` | gets a copy |
+| containers in attributes | copies in `ForwardState.held` | gets a copy |
+| other objects in attributes | nowhere | finds them as they are then |
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -29,7 +39,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
-from hf_ckpt.engines.arguments import copied
+from hf_ckpt.engines.copies import copied
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.engines.seen import NO_TENSORS, Seen, SeenTensors
 from hf_ckpt.engines.settings import Place, Settings, is_ignored
@@ -54,6 +64,7 @@ class _Held(NamedTuple):
     """A copy of the container."""
 
 
+@dataclasses.dataclass(eq=False)
 class ForwardState:
     """The state of a block before one of its forwards.
 
@@ -61,46 +72,48 @@ class ForwardState:
         name: qualified name of the block.
         block: the block; None if unknown.
         settings: its settings; None if unknown.
-        whole: whether its parameters stay on their device, unsharded, throughout a step. If not, they come and go, and
-            are not compared.
-        keeps_draws: whether a recomputation draws torch's random numbers again.
         inputs: tensors that the block is given, and that a recomputation gets as they are then.
+        parameters_stay: whether every parameter stays on its device, unsharded, throughout a step. If not, they come
+            and go, and are not compared.
+        keeps_draws: whether a recomputation draws torch's random numbers again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        block: nn.Module | None,
-        settings: Settings | None,
-        *,
-        whole: bool,
-        keeps_draws: bool,
-        inputs: SeenTensors = NO_TENSORS,
-    ) -> None:
-        self.name = name
-        self.block = block
-        self.settings = settings
-        self.keeps_draws = keeps_draws
+    name: str
+    block: nn.Module | None
+    settings: Settings | None
+    inputs: SeenTensors = NO_TENSORS
+    _: dataclasses.KW_ONLY
+    parameters_stay: bool
+    keeps_draws: bool
+    names: list[str] = dataclasses.field(default_factory=list)
+    """The names in all dicts of `Settings.tensors`, in order; empty if parameters and buffers are not compared."""
+    values: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
+    """The parameters and buffers of these names."""
+    seen: SeenTensors = NO_TENSORS
+    """The same ones, without None."""
+    stored: list[_Stored] = dataclasses.field(default_factory=list)
+    held: list[_Held] = dataclasses.field(default_factory=list)
+    choices: Choices | None = None
+    """The experts that the block chooses; None for a block without experts."""
+    draws: compat.process_state.RandomState | None = None
+    """Random state before the forward; None if the forward drew nothing."""
+
+    def __post_init__(self) -> None:
         self.context = compat.transformers.copied_context()
-        self.switches = compat.switches.Switches()
-        self.inputs = inputs
-        self.names: list[str] = []
-        """The names in all dicts of `Settings.tensors`, in order; empty if parameters and buffers are not compared."""
-        self.values: list[torch.Tensor | None] = []
-        """The parameters and buffers of these names."""
-        self.seen = NO_TENSORS
-        """The same ones, without None."""
-        self.stored: list[_Stored] = []
-        self.held: list[_Held] = []
-        self.choices = Choices() if settings is not None and settings.chooses else None
-        self.draws: compat.random_state.RandomState | None = None
-        """Random state before the forward; None if the forward drew nothing."""
-        if settings is not None and block is not None:
-            if whole:
-                self._see_tensors(settings)
-            self._record(settings, block)
+        self.switches = compat.process_state.Switches()
+        settings = self.settings
+        if settings is None or self.block is None:
+            return
+        if settings.chooses:
+            self.choices = Choices()
+        if self.parameters_stay:
+            self._see_tensors(settings)
+        if settings.state or settings.containers:
+            self._record(settings, self.block)
 
     def _see_tensors(self, settings: Settings) -> None:
+        """Record the parameters and buffers, and their versions and addresses."""
+        # Read from the dicts that the settings hold: a walk over the modules makes a Python call for each of them.
         values = _values(settings.tensors)
         seen = SeenTensors([tensor for tensor in values if tensor is not None], addresses=True)
         # Inference tensors have no version, and a trace on fake tensors may change them freely.
@@ -109,22 +122,22 @@ class ForwardState:
             self.values = values
             self.seen = seen
 
-    def _boxes(self, settings: Settings) -> list[dict[str, torch.Tensor | None]]:
-        """Return the parameters and buffers by name, for each dict of `Settings.tensors`."""
+    def _by_name(self, settings: Settings) -> list[dict[str, torch.Tensor | None]]:
+        """Return the parameters and buffers of the forward by name, for each dict of `Settings.tensors`."""
         items = zip(self.names, self.values, strict=True)
         return [dict(islice(items, size)) for size in settings.sizes[len(settings.attributes) :]]
 
     def _record(self, settings: Settings, block: nn.Module) -> None:
         """Record what the forward may change in the block."""
-        if not settings.state and not settings.containers:
-            return
         dicts = settings.dicts(block)
         for place in settings.state:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
-                is_copied = settings.written is None or settings.copies_always(place, tensor)
+                # Before the first forward, nobody knows what it writes, so all are copied.
+                is_copied = not settings.has_run or settings.copies_always(place, tensor)
                 values = tensor.detach().clone() if is_copied else None
                 self.stored.append(_Stored(place, Seen(_without_graph(tensor)), values))
+        # One dict of copies for all containers: two attributes may hold the same one.
         copies: dict[int, Any] = {}
         for place in settings.containers:
             value = dicts[place[0]].get(place[1])
@@ -133,38 +146,34 @@ class ForwardState:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
         settings = self.settings
-        before = compat.random_state.RandomState(
-            compat.random_state.devices_of(args),
+        before = compat.process_state.RandomState(
+            compat.process_state.devices_of(args),
             of_torch=self.keeps_draws,
             of_host=settings is None or settings.draws_on_host,
         )
-        if self.choices is None:
+        if self.choices is None:  # no context for the many blocks without experts
             output = fn(*args)
         else:
             with self.choices.running():
                 output = fn(*args)
         if before.may_have_moved():
             self.draws = before
-        if settings is not None and settings.written is None:
+        if settings is not None and not settings.has_run:
             self._learn(settings, before)
         elif settings is not None and self.stored:
             settings.changing.update(each.place for each in self.stored if each.seen.is_overwritten)
         return output
 
-    def _learn(self, settings: Settings, before: compat.random_state.RandomState) -> None:
+    def _learn(self, settings: Settings, before: compat.process_state.RandomState) -> None:
         """Record what the first forward under these settings has written and drawn."""
         settings.draws_on_host = before.of_host_has_moved()
         settings.changing.update(each.place for each in self.stored if _has_changed(each))
+        # Before copies are freed below: what has a copy is restored, and what is written without one is not refused.
         settings.written = set(self._overwritten(settings))
-        # Copies of large buffers that this forward did not change are freed.
+        settings.has_run = True
         for number, (place, seen, _) in enumerate(self.stored):
             if not settings.copies_always(place, seen.tensor):
                 self.stored[number] = _Stored(place, seen, None)
-
-    def refuse_overwritten_inputs(self) -> None:
-        """Raise `ChangedBlockError` if a tensor that the block was given has been overwritten since."""
-        for tensor, _ in self.inputs.overwritten():
-            raise ChangedBlockError(self.name, f"{_described(tensor)} was overwritten")
 
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
@@ -176,7 +185,7 @@ class ForwardState:
 
     def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         is_unchanged = self._is_unchanged()
-        if is_unchanged and self.draws is None and self.choices is None:
+        if is_unchanged and self.draws is None and self.choices is None:  # most blocks in most steps
             return fn(*args)
         with contextlib.ExitStack() as undo:
             if self.draws is not None:
@@ -187,40 +196,16 @@ class ForwardState:
                 undo.enter_context(self.choices.running(again=True))
             return fn(*args)
 
-    def _put_back(self, undo: contextlib.ExitStack) -> None:
-        """Restore settings and tensors of the forward until `undo` ends, and refuse those that were overwritten.
-
-        Raises `ChangedBlockError` if an adapter was merged since: that overwrites a weight, and neither its address nor
-        its version shows it.
-        """
-        refused = {id(tensor): _described(tensor) for tensor, _ in self.inputs.overwritten()}
-        settings = self.settings
-        block = self.block
-        if settings is not None and block is not None:
-            for box, content in self._contents(settings, settings.dicts(block)):
-                # DeepSpeed's dicts of parameters have no `copy`.
-                found = list(box) if isinstance(box, list) else dict(box)
-                undo.callback(_fill, box, found)  # also undoes what the recomputation itself changes
-                _fill(box, content)
-            for tensor, trained in zip(self.seen.tensors, self.seen.trained, strict=True):
-                if tensor.requires_grad != trained:
-                    undo.callback(tensor.requires_grad_, tensor.requires_grad)
-                    tensor.requires_grad_(trained)
-            overwritten = self._overwritten(settings)
-            names = {id(tensor): name for name, tensor in chain(block.named_parameters(), block.named_buffers())}
-            for place in overwritten.keys() - (settings.written or ()):
-                refused[overwritten[place]] = f"`{names.get(overwritten[place], place[1])}`"
-        if refused:
-            undo.enter_context(_Refused(self.name, refused))
-
     def _is_unchanged(self) -> bool:
         """Whether a recomputation finds inputs and block as the forward did, and changes nothing in the block."""
-        settings, block = self.settings, self.block
+        settings = self.settings
+        block = self.block
         if not self.inputs.are_unchanged():
             return False
         if settings is None or block is None:
             return True
-        if settings.changing or not settings.hold(block):
+        # A block that writes to itself starts from what its forward found, and leaves what it finds now.
+        if settings.changing or not settings.still_apply(block):
             return False
         if self.names and not self._has_same_tensors(settings):
             return False
@@ -241,31 +226,76 @@ class ForwardState:
             and self.seen.are_unchanged()
         )
 
+    def _put_back(self, undo: contextlib.ExitStack) -> None:
+        """Restore what the forward found until `undo` ends, and refuse each use of a tensor whose values are gone.
+
+        Raises `ChangedBlockError` if an adapter was merged since.
+        """
+        inputs = self.inputs.overwritten()
+        gone = {id(tensor): f"a tensor of shape {list(tensor.shape)} that it was given" for tensor, _ in inputs}
+        if self.settings is not None and self.block is not None:
+            self._refuse_merged_adapters(self.settings)
+            for box, content in self._contents(self.settings, self.settings.dicts(self.block)):
+                # DeepSpeed's dicts of parameters have no `copy`.
+                present = list(box) if isinstance(box, list) else dict(box)
+                undo.callback(_fill, box, present)  # also undoes what the recomputation itself changes
+                _fill(box, content)
+            # What a block saves depends on what is trained: with another set, the recomputation would save other
+            # tensors.
+            for tensor, trained in zip(self.seen.tensors, self.seen.trained, strict=True):
+                if tensor.requires_grad != trained:
+                    undo.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(trained)
+            gone |= self._overwritten_names(self.settings, self.block)
+        if gone:
+            undo.enter_context(_Refused(self.name, gone))
+
+    def _refuse_merged_adapters(self, settings: Settings) -> None:
+        """Raise `ChangedBlockError` if an adapter was merged into its weight, or taken out of it, since the forward.
+
+        PEFT writes to `weight.data`, which moves neither the version nor the address.
+        """
+        for box, content in zip(settings.boxes, settings.contents, strict=True):
+            if box != content and any(box is merged for merged in settings.merged):
+                raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
+
     def _contents(self, settings: Settings, dicts: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield each dict or list of the block with its content in the forward, for one recomputation."""
         recorded: list[dict[str, Any]] = [{} for _ in dicts]
         copies: dict[int, Any] = {}
         for (number, key), _, content in self.held:
             recorded[number][key] = copied(content, copies)
+        # Copies are no operations of the block: torch's own selective checkpointing must not count them.
         with compat.torch.unseen_by_modes():
-            for place, seen, values in self.stored:
-                has_changed = values is not None and (place in settings.changing or seen.is_overwritten)
-                recorded[place[0]][place[1]] = values.clone() if values is not None and has_changed else seen.tensor
-        first = len(settings.attributes)
-        boxes = self._boxes(settings)
+            for (number, key), seen, values in self.stored:
+                has_changed = (number, key) in settings.changing or seen.is_overwritten
+                recorded[number][key] = values.clone() if values is not None and has_changed else seen.tensor
+        owners = len(settings.attributes)
+        tensors = self._by_name(settings) if self.names else settings.tensors
         for number, box in enumerate(dicts):
-            if number < first:
+            if number < owners:
+                # An attribute of the forward that is neither plain nor recorded, such as an object, keeps its value.
+                # One that is new goes.
                 content = {key: value for key, value in box.items() if key in settings.names[number]}
                 content |= settings.attributes[number]
-            elif self.names:
-                content = boxes[number - first]
             else:
-                content = dict(box)
+                content = dict(tensors[number - owners])
             yield box, content | recorded[number]
         for box, content in zip(settings.boxes, settings.contents, strict=True):
-            if box != content and any(box is merged for merged in settings.merged):
-                raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
             yield box, copied(content, {})
+
+    def _overwritten_names(self, settings: Settings, block: nn.Module) -> dict[int, str]:
+        """Return the tensors of the block whose values are gone: id -> name.
+
+        Those that the first forward itself wrote to are left out, because every forward does so.
+        """
+        names = {id(tensor): name for name, tensor in chain(block.named_parameters(), block.named_buffers())}
+        overwritten = self._overwritten(settings)
+        return {
+            tensor: f"`{names.get(tensor, place[1])}`"
+            for place, tensor in overwritten.items()
+            if place not in settings.written
+        }
 
     def _overwritten(self, settings: Settings) -> dict[Place, int]:
         """Return the tensors of the block that were overwritten since the forward began, and that have no copy.
@@ -275,13 +305,13 @@ class ForwardState:
         with_copy = {place for place, _, values in self.stored if values is not None}
         overwritten = {place: id(seen.tensor) for place, seen, _ in self.stored if seen.is_overwritten}
         changed = {id(tensor) for tensor, _ in self.seen.overwritten()}
-        for number, box in enumerate(self._boxes(settings), len(settings.attributes)):
-            overwritten |= {(number, key): id(tensor) for key, tensor in box.items() if id(tensor) in changed}
+        for number, tensors in enumerate(self._by_name(settings), len(settings.attributes)):
+            overwritten |= {(number, key): id(tensor) for key, tensor in tensors.items() if id(tensor) in changed}
         return {place: tensor for place, tensor in overwritten.items() if place not in with_copy}
 
 
-def _values(boxes: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
-    return list(chain(*map(_values_of, boxes)))
+def _values(dicts: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    return list(chain(*map(_values_of, dicts)))
 
 
 _values_of = operator.methodcaller("values")
@@ -323,14 +353,11 @@ def _fill(box: Any, content: Any) -> None:
         del box[key]
     for key, value in content.items():
         if box.get(key, box) is not value and not is_ignored(key):  # no dict has itself as a value
-            box[key] = value
-    if [key for key in box if key in content] != [key for key in content if key in box]:  # hooks run in order
+            box[key] = value  # not `clear` and `update`: another thread would find an empty dict
+    # Hooks run in the order of their dict, and `named_parameters` are compared in order.
+    if [key for key in box if key in content] != [key for key in content if key in box]:
         for key in [key for key in content if key in box]:
             box[key] = box.pop(key)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"a tensor of shape {list(tensor.shape)} that it was given"
 
 
 class _Refused(TorchFunctionMode):
@@ -351,7 +378,8 @@ class _Refused(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(function, "__name__", "") == "__get__":  # of a type or a shape, or of a tensor, such as `.data`
+        # The getter of an attribute. Asking for a type or a shape is no use of values; `.data` and `.T` are.
+        if getattr(function, "__name__", "") == "__get__":
             value = function(*args)
             if not isinstance(value, torch.Tensor):
                 return value
@@ -370,19 +398,20 @@ class StepState:
     """
 
     def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
-        self.random = compat.random_state.RandomState(devices)
+        self.random = compat.process_state.RandomState(devices)
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_inference()]
-        boxes = (vars(part).get("_buffers") for part in module.modules())
-        self.boxes = [(box, box.copy()) for box in boxes if isinstance(box, dict)]
+        dicts = (vars(part).get("_buffers") for part in module.modules())
+        self.dicts = [(tensors, tensors.copy()) for tensors in dicts if isinstance(tensors, dict)]
         """The dict of each module's buffers, and what it holds. A forward may replace a buffer (`self.ema = ...`)."""
 
     def restore(self) -> None:
         """Reset the module's buffers and the random state."""
         self.random.restore()
-        for box, content in self.boxes:
-            box.clear()
-            box.update(content)
+        for tensors, content in self.dicts:
+            tensors.clear()
+            tensors.update(content)
         with torch.no_grad():
-            for buffer, values in self.buffers:  # compared by value: a batch norm does not count its changes
+            # Compared by value: a batch norm does not count its changes.
+            for buffer, values in self.buffers:
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -34,7 +34,8 @@ from hf_ckpt.engines.seen import NO_TENSORS
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import TileError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.models.blocks import FoundBlocks, feed_forwards
+from hf_ckpt.models.blocks import FoundBlocks
+from hf_ckpt.models.parts import feed_forwards
 from hf_ckpt.spec.actions import SAVE_CLASSES
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class TiledRegion(FullSelectiveRegion):
             try_halves(f"{self.block}.{name}", module, forward, rows.detach()[:, :TRIED_TOKENS])
             self.parts[name] = FullRegion(f"{self.block}.{name}", **self.options)
         part = self.parts[name]
-        part.whole = self.whole
+        part.parameters_stay = self.parameters_stay
         run = functools.partial(run_with_sums, module, forward, sums_of(module))
         tiles = torch.split(rows, tokens, dim=1)
         inputs = [_Input.apply(torch.empty(0, requires_grad=True), tile) for tile in tiles]  # type: ignore
@@ -111,9 +112,7 @@ def sums_of(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def run_with_sums(
-    module: nn.Module, forward: Callable[..., Any], sums: dict[str, torch.Tensor], rows: torch.Tensor
-) -> Any:
+def run_with_sums(module: nn.Module, forward: Any, sums: dict[str, torch.Tensor], rows: torch.Tensor) -> Any:
     """Run the plain forward of a feed-forward such that gradients go to `sums_of` its parameters."""
     parameters = dict(module.named_parameters())
     values = {name: _Alias.apply(total, parameters[name].detach()) for name, total in sums.items()}  # type: ignore
@@ -131,7 +130,7 @@ def try_halves(name: str, module: nn.Module, forward: Callable[..., Any], rows: 
     """
     if any(map(compat.distributed.is_sharded, module.children())):
         raise TileError(name, "its parts are sharded one by one (FSDP).")
-    before = StepState(module, compat.random_state.devices_of([rows]))
+    before = StepState(module, compat.process_state.devices_of([rows]))
     autocast_dtype = compat.devices.autocast_dtype(rows.device.type)
     with contextlib.ExitStack() as trial:
         trial.callback(before.restore)
@@ -215,10 +214,10 @@ def make(request: Request) -> Region:
     return TiledRegion(request.block, tile=request.action.tile or "auto", **request.options)
 
 
-def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
     """Yield what replaces the forwards of feed-forwards. Warn once for each kind of block that has none."""
     for name in dict.fromkeys(region.block for region in regions if isinstance(region, TiledRegion)):
-        block = found.modules[name]
+        block = blocks.modules[name]
         names = feed_forwards(block)
         if not names:
             why = "none of its modules maps one tensor by several matrices, or a router sends tokens to experts"

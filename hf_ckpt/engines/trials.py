@@ -10,6 +10,10 @@ fits. A trial runs the block under another action there, and marks the moments b
 | `tried` | its output has been freed; autocast's cache holds casts of weights again |
 | `shown`, `kept` | that cache has been freed, too, and only what the action keeps is left |
 
+The casts of weights are read apart, by a run before the trial, because they outlive the block's forward: other blocks
+may share the weights. Of the levels at these marks, `measure.levels` computes a `costs.steps.Trial`: what is kept is
+`tried` less `cast`, and what autocast's casts add for the backward is `shown` less `trial`, less what is kept.
+
 A trial that ends with `shown` is freed, and the block runs once more. After `kept`, backward goes on with what the
 trial has kept, and so shows what the backward needs under the action.
 """
@@ -26,6 +30,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import Freed
+from hf_ckpt.engines.full import Recomputation
 from hf_ckpt.engines.rebuild.full_selective import Rebuilding
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import running
@@ -49,9 +54,9 @@ class Tries(NamedTuple):
     """What a measured step tries on one block."""
 
     shown: tuple[Action, ...] = ()
-    """Actions whose forward runs while the block is recomputed."""
+    """Actions whose forward runs while the block is recomputed. Their trials end with the mark `shown`."""
     last: Action | None = None
-    """The action of the recomputation itself, whose backward shows, too; None for that of `full`."""
+    """The action of the recomputation itself, whose backward is measured, too; None for that of `full`."""
 
 
 class Trial(NamedTuple):
@@ -65,6 +70,13 @@ class Trial(NamedTuple):
         """Return the function to run in place of the block's forward `fn`, inside of torch's checkpoint."""
         return fn if self.region is None else Rebuilding(fn, self.region, as_selective=True)
 
+    def alone(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that runs the block under the action, outside of torch's checkpoint."""
+        region = self.region
+        if region is None:
+            return plain
+        return lambda *args: region.run(plain, args)
+
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
@@ -76,78 +88,55 @@ class Trials:
     shown: tuple[Trial, ...]
     """Trials of the forward only. They run before the recomputation."""
     last: Trial | None = None
-    """The trial that the recomputation itself is; None if the block is recomputed as under `full`."""
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether the recomputation may stop when all tensors are there that backward needs."""
-        return self.last is None
+    """The trial that the recomputation itself is; None if the block is recomputed as under `full`, and may stop when
+    all tensors are there that backward needs."""
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run in place of the block's forward `fn`, in the forward and when recomputing."""
+        """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
         return fn if self.last is None else self.last.inner(fn)
 
-    def recompute(
-        self,
-        again: Callable[[Callable[..., Any]], Any],
-        plain: Callable[..., Any],
-        inner: Callable[..., Any],
-        given: Sequence[torch.Tensor],
-    ) -> Any:
-        """Run the trials, and then the recomputation.
-
-        Args:
-            again: runs a function in the state of the forward, with the arguments of the forward.
-            plain: the block's own forward.
-            inner: what `inner` returned for it.
-            given: the tensors that the block is given, first its hidden states.
-        """
+    def recompute(self, recomputation: Recomputation) -> Any:
+        """Run the trials, and then the recomputation."""
         for trial in self.shown:
             with compat.torch.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
-                self._run(trial, "shown", again, plain, _alone(trial, plain), given)
+                self._run(trial, "shown", recomputation, trial.alone(recomputation.plain))
         if self.last is None:
-            return again(inner)
-        self._run(self.last, "kept", again, plain, inner, given)
+            return recomputation.again(recomputation.inner)
+        self._run(self.last, "kept", recomputation, recomputation.inner)
         return None  # torch's checkpoint does not use the output
 
-    def _run(
-        self,
-        trial: Trial,
-        ends_with: str,
-        again: Callable[[Callable[..., Any]], Any],
-        plain: Callable[..., Any],
-        runs: Callable[..., Any],
-        given: Sequence[torch.Tensor],
-    ) -> None:
+    def _run(self, trial: Trial, last_mark: str, recomputation: Recomputation, function: Callable[..., Any]) -> None:
+        """Run `function`, the block under the action of a trial, between the marks of the trial."""
         if compat.devices.autocast_is_on() and torch.is_autocast_cache_enabled():
             with compat.torch.without_saved_tensor_hooks():
-                again(plain)
+                recomputation.again(recomputation.plain)
         self.mark("cast", self.block, True, trial.action)
         torch.clear_autocast_cache()
         self.mark("trial", self.block, True, trial.action)
-        tensors = _Tensors(given)
-        output = again(runs)
-        # The graph holds what the action keeps. The hidden states that it returns belong to the block behind.
+        inputs = _Inputs(recomputation.inputs)
+        output = recomputation.again(function)
+        # The graph holds what the action keeps. The hidden states that it returns belong to the next block.
         returned = [leaf for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         graph = [leaf.grad_fn for leaf in returned]
-        tensors.pass_on(returned[1:])
+        inputs.pass_on(returned[1:])
         del output, returned
         self.mark("tried", self.block, True, trial.action)
         torch.clear_autocast_cache()
-        self.mark(ends_with, self.block, True, trial.action, tensors.freed(trial))
+        self.mark(last_mark, self.block, True, trial.action, inputs.freed(trial))
         del graph
 
 
-class _Tensors:
+class _Inputs:
     """The tensors that a block is given in a trial, and which of them the action keeps.
 
-    torch's checkpoint holds them in a recomputation, so that no count of memory shows it.
+    torch's checkpoint holds them in a recomputation, so that no count of memory shows it. So it is told by how many
+    objects refer to each of them before and after.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self._given = given
-        self._sizes = [tensor.untyped_storage().nbytes() for tensor in given]
-        self._users = list(map(compat.torch.users_of, given))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        self._users = list(map(compat.torch.users_of, tensors))
         self._passed_on: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -156,19 +145,13 @@ class _Tensors:
 
     def freed(self, trial: Trial) -> Freed:
         """Return the bytes of what the action does not keep."""
+        if not self._sizes:
+            return Freed()
         # Counted as before: the variables of a loop would refer to the tensors, too.
-        users = list(map(compat.torch.users_of, self._given))
+        users = list(map(compat.torch.users_of, self._tensors))
         are_kept = map(operator.gt, users, self._users)
-        sizes = [0 if is_kept else size for size, is_kept in zip(self._sizes, are_kept, strict=True)]
-        hidden, *others = sizes or [0]
+        hidden, *others = [0 if is_kept else size for size, is_kept in zip(self._sizes, are_kept, strict=True)]
         shared = sum(others) + sum(size for tensor, size in self._passed_on if tensor() is None)
-        ends_with_norm = trial.region is not None and trial.region.reaches_back and running.norm_output is not None
+        # The tape of the trial has just closed, and left there the output of a norm at the end of the block.
+        ends_with_norm = trial.region is not None and trial.region.parameters_stay and running.norm_output is not None
         return Freed(hidden, shared, self._sizes[0] - hidden if ends_with_norm else 0)
-
-
-def _alone(trial: Trial, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that runs the block under the action, outside of torch's checkpoint."""
-    region = trial.region
-    if region is None:
-        return plain
-    return lambda *args: region.run(plain, args)

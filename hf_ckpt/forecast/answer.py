@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hf_ckpt.console import print_plain
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.question import OF_THE_PLAN, Question, command_of
 from hf_ckpt.spec.plan import Plan
@@ -93,19 +94,20 @@ class Forecast(Row):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON."""
+        # `asdict` copies what it meets deeply. A timeline has thousands of moments, and functions have no JSON.
         left_out = dict.fromkeys(("plan", "timeline", "within"))
         saved = dataclasses.asdict(dataclasses.replace(self, **left_out))  # type: ignore[arg-type]
         return {**{key: saved[key] for key in saved if key not in left_out}, "plan": self.plan and self.plan.to_dict()}
 
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, in the columns of `HEADS`."""
-        return [
-            (
-                *(row.name, row.options, format_bytes(row.peak_bytes), format_seconds(row.step_seconds)),
-                *(f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-", "yes" if row.fits else "no"),
-            )
-            for row in self.rows
-        ]
+        cells: list[tuple[str, ...]] = []
+        for row in self.rows:
+            speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
+            fits = "yes" if row.fits else "no"
+            figures = format_bytes(row.peak_bytes), format_seconds(row.step_seconds)
+            cells.append((row.name, row.options, *figures, speed, fits))
+        return cells
 
 
 def print_forecast(forecast: Forecast, console: Console) -> None:
@@ -113,20 +115,21 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    def say(*lines: str, style: str = "") -> None:
-        console.print(Text("\n".join(lines), style), soft_wrap=True)
-
-    say(forecast.answer, style="bold")
-    say(forecast.assumed, *(f"note: {note}" for note in forecast.notes))
+    print_plain(console, forecast.answer, style="bold")
+    lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
     for title, text in forecast.write.items():
-        say("", f"{title}:", *(f"  {line}" for line in text.splitlines()))
+        lines += ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
     if forecast.plan:
-        say("", str(forecast.plan))
+        lines += ["", str(forecast.plan)]
     parts = [f"  {format_bytes(size):>10}  {name}" for name, size in forecast.parts.items() if size]
-    say("", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts, "")
+    lines += ["", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts, ""]
+    print_plain(console, *lines)
     if forecast.rows:
-        within = f"what fits into {format_bytes(forecast.budget_bytes)} with a change; each row is the fastest plan"
-        say("ways to train it; all figures are predicted" if forecast.plan else within)
+        heading = "ways to train it; all figures are predicted"
+        if not forecast.plan:
+            budget = format_bytes(forecast.budget_bytes)
+            heading = f"what fits into {budget} with a change; each row is the fastest plan"
+        print_plain(console, heading)
         table = Table(*HEADS[:2], *(Column(head, justify="right") for head in HEADS[2:]))
         for row in forecast.table():
             table.add_row(*map(Text, row))
@@ -135,8 +138,10 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 def answer_of(training: Question, device: Device, row: Row, budget_bytes: int) -> str:
     """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." """
+    # "an A100", "an L4", "an RTX 4090", "an 80 GB ...": read aloud, these begin with a vowel.
     article = "an" if device.title[0] in "AEFHILMNORSX8" else "a"
     name = device.title if device.memory_bytes is None else f"{article} {device.title}"
+    # A tiny model's figures in GiB would all be 0.0.
     sizes = (row.peak_bytes, budget_bytes, device.memory_bytes or budget_bytes)
     peak, budget, memory = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
     if row.fits:
@@ -159,22 +164,23 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     head = {} if plan.head == "full" else {"head": plan.head}
     tile = next((action.tile for _, action in plan.actions if action.tile is not None), None)
     tiles = {} if tile is None else {"mlp": tile}
+    # Nothing to do: with the kwargs of a plan, a training would measure steps under `full` to find that out.
     if not head and all(action.kind == "keep" for _, action in plan.actions):
         return NONE
     host = {"host_budget": exact_size(host_budget)} if host_budget else {}
     return {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head, **tiles, **host}
 
 
-def to_write(training: Question, spec: Mapping[str, Any], program: str = "") -> dict[str, str]:
+def to_write(training: Question, spec: Mapping[str, Any]) -> dict[str, str]:
     """What to copy: where it goes -> its lines. Values are written as JSON, which YAML includes.
 
-    These are fields of `TrainingArguments` or of a config of TRL, and Python. For files of another `program` (`axolotl`
-    or `LLaMA-Factory`), it is the spec.
+    These are fields of `TrainingArguments` or of a config of TRL, and Python.
     """
-    if program:
-        return {f"The spec, for {program} (docs/integrations.md says where)": json.dumps(spec)}
     trainer = training.trainer
     computing = training.autocast_name
+    bf16: bool | None = computing == "bfloat16"
+    if not bf16 and (trainer is None or computing == "float16"):
+        bf16 = None  # left out, which otherwise means true to TRL's configs (trl/trainer/base_config.py)
     checkpoints = spec != NONE
     arguments = {
         "per_device_train_batch_size": training.batch,
@@ -182,12 +188,14 @@ def to_write(training: Question, spec: Mapping[str, Any], program: str = "") -> 
         "max_length": training.tokens if trainer in ("sft", "dpo") else None,
         "packing": True if training.packing and trainer == "sft" else None,
         "optim": _OPTIM.get(training.optimizer, training.optimizer),
-        "bf16": True if computing == "bfloat16" else False if trainer and computing != "float16" else None,
+        "bf16": bf16,
         "fp16": True if computing == "float16" else None,
         "gradient_checkpointing": checkpoints,
         "gradient_checkpointing_kwargs": dict(spec) if checkpoints else None,
     }
     yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in arguments.items() if value is not None)
+    # A key of a training file may be left out, but this call decides how many bytes weights take: its absence would
+    # make the answer wrong.
     prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
     lines = {
         f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,

@@ -13,7 +13,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.forecast.question import DTYPE_NAMES, Question
-from hf_ckpt.models.blocks import vocabulary_head
+from hf_ckpt.models.parts import vocabulary_head
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 """Names of the types that weights and autocast may have."""
@@ -42,7 +42,7 @@ def micro_step(training: Question, base: Any) -> MicroStep:
     """
     name = type(base).__name__
     takes = compat.transformers.forward_parameters(base)
-    if "return_loss" in takes:
+    if "return_loss" in takes:  # such as CLIP's
         raise HfCkptError(f"{name} compares every image of a batch with every text: {NO_PLAN}")
     batch = _inputs(training, base)
     has_loss = "labels" in takes
@@ -54,10 +54,12 @@ def micro_step(training: Question, base: Any) -> MicroStep:
             shape = training.rows, training.target_tokens or training.tokens
         batch["labels" if has_loss else "decoder_input_ids"] = torch.zeros(shape, dtype=torch.long)
     if training.trainer is None:
-        return MicroStep(batch) if has_loss else MicroStep(batch, _mean_square)
+        return MicroStep(batch) if has_loss else MicroStep(batch, mean_square)
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {training.trainer} needs.")
     loss, outputs = _OF_TRL[training.trainer]
+    # Its trainers put this forward on the model. It runs the head in tiles, on the labels' positions only, so that no
+    # logits are ever alive: with the plain forward, a forecast would add gigabytes to the peak.
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
@@ -74,7 +76,8 @@ def _inputs(training: Question, base: Any) -> dict[str, Any]:
         raise HfCkptError(f"{type(base).__name__} takes {kind}, and not text or images: {NO_PLAN}")
     batch: dict[str, Any] = {}
     if kind == "input_ids":
-        # Packed sequences have position ids, which mark where each begins, in place of a mask.
+        # Packed sequences have position ids, which mark where each begins, in place of a mask: transformers makes
+        # the mask from them (`find_packed_sequence_indices` in masking_utils.py).
         for name in ("input_ids", "position_ids" if training.packing else "attention_mask"):
             batch[name] = torch.zeros(training.shape, dtype=torch.long)
     if kind == "pixel_values" or training.images:
@@ -89,7 +92,8 @@ def _inputs(training: Question, base: Any) -> dict[str, Any]:
     return batch
 
 
-def _mean_square(outputs: Any) -> torch.Tensor:
+def mean_square(outputs: Any) -> torch.Tensor:
+    """A loss of a model that has none of its own, from its first output."""
     scores: torch.Tensor = outputs[0]
     return scores.float().square().mean()
 
@@ -97,7 +101,7 @@ def _mean_square(outputs: Any) -> torch.Tensor:
 def _of_label_scores(outputs: Any) -> torch.Tensor:
     """A loss of the labels' log probabilities, [sequences, tokens], from the outputs of TRL's forward.
 
-    What DPO and GRPO compute from these takes little memory and time.
+    What DPO and GRPO compute from these takes little memory and time: they are two numbers a token.
     """
     return -nn.functional.logsigmoid(outputs.log_probs.sum(1)).mean()
 

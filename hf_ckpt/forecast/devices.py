@@ -54,19 +54,28 @@ class Device:
 
         It reads and writes `moved_bytes`. `element_bytes` distinguishes 16-bit from 32-bit computing.
         """
-        # A training step reaches about 60 % and 75 % of the rates of data sheets.
+        # A training step reaches about 60 % and 75 % of the rates of data sheets. An operation waits for the slower of
+        # the two, and a small one for the host, which launches it.
         computing = flops / (0.6 * (self.flops16 if element_bytes <= 2 else self.flops32))
         moving = moved_bytes / (0.75 * self.bandwidth)
         return max(self.launch_nanoseconds, round(max(computing, moving) * 1e9))
 
 
 def _device(row: dict[str, str]) -> Device:
-    flops16, flops32, bandwidth = (float(row[column]) * 1e12 for column in ("16 bits", "float32", "TB/s"))
     memory_bytes = round(float(row["GiB"]) * GIB) if row["GiB"] else None
-    host, launch, bfloat16 = float(row["host GB/s"]) * 1e9, int(row["launch ns"]), row["bfloat16"] == "yes"
-    words = (row["reported words"] or row["--device"].replace("-", " ")).split()
-    names = row["--device"], row["device"]
-    return Device(*names, memory_bytes, flops16, flops32, bandwidth, host, launch, tuple(words), bfloat16)
+    words = row["reported words"] or row["--device"].replace("-", " ")
+    return Device(
+        name=row["--device"],
+        title=row["device"],
+        memory_bytes=memory_bytes,
+        flops16=float(row["16 bits"]) * 1e12,
+        flops32=float(row["float32"]) * 1e12,
+        bandwidth=float(row["TB/s"]) * 1e12,
+        host_bandwidth=float(row["host GB/s"]) * 1e9,
+        launch_nanoseconds=int(row["launch ns"]),
+        words=tuple(words.split()),
+        bfloat16=row["bfloat16"] == "yes",
+    )
 
 
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
@@ -82,6 +91,7 @@ def device_named(name: str) -> Device:
 
     def plain(name: str) -> str:
         """Without its maker, the words before its number, spaces and punctuation."""
+        # People copy the name from `nvidia-smi`, from a shop, or from a cloud's list of machines.
         return re.sub(r"nvidia|geforce|tesla|amd|instinct|rtx|[\W_]|gb$", "", name.lower())
 
     rows = {plain(device.name): device for device in DEVICES.values()}
@@ -108,5 +118,7 @@ def this_device(devices: Collection[torch.device] | None = None) -> Device:
     matching = [device for device in DEVICES.values() if reported.issuperset(device.words)]
     if not matching:
         warn_once(log, "hf_ckpt has no figures for %s and predicts times with those of an A100.", name)
+    # An "NVIDIA H100 PCIe" has the words of `h100`, too. The memory is the driver's, so that a wrong row costs only
+    # the exactness of times, and no plan runs out of memory for it.
     device = max(matching, key=lambda device: len(device.words), default=DEVICES["a100-80"])
     return dataclasses.replace(device, memory_bytes=device_memory(0, devices).total_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,11 @@ from hf_ckpt.costs.costs import Choice, Costs, timeline, with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
-from hf_ckpt.forecast.model import ShallowModel, describe_live, model_of_workload, nbytes
-from hf_ckpt.forecast.question import (
-    FIELDS,
-    OF_THE_PLAN,
-    Question,
-    divisors,
-    micro_batches,
-    on_device,
-    question,
-    words_of,
-)
+from hf_ckpt.forecast.model import ShallowModel, model_of_workload, nbytes
+from hf_ckpt.forecast.question import FIELDS, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
-from hf_ckpt.planner.budgets import choice_within, frontier, plan_of
+from hf_ckpt.planner.choose import choice_within, frontier, plan_of
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
@@ -45,7 +37,7 @@ NEEDS_PLAN = (
 
 
 def predict(
-    model: str | Path | nn.Module | Any,
+    model: str | Path | Any,
     batch: int = 1,
     *,
     on_progress: Callable[[str], None] = lambda text: None,
@@ -59,26 +51,40 @@ def predict(
     It needs no weights and no GPU, like `hf-ckpt plan`.
 
     Args:
-        model: a preset, a hub id, a folder, the path of a `config.json`, a transformers config, or a model, plain or
-            wrapped.
+        model: a preset, a hub id, a folder, the path of a `config.json`, or a transformers config.
         batch: sequences per micro-step.
         on_progress: called with a short message at the start of each slow part.
         options: options of `hf-ckpt plan`, by the names of the fields of `Question`, such as `tokens`, `lora`, `device`
             (default: this machine) and `budget` (bytes, "20GiB", "80%" or 0.8; default 90 % of the device).
 
     Raises `InfeasibleError` if no plan fits into the budget. Raises `HfCkptError` if an option is invalid, if the model
-    or device is unknown, if the model cannot be measured, and for options that a live model determines, such as dtype.
+    or device is unknown, or if the model cannot be measured.
     """
+    # A config does not say what is frozen, adapted or of another type in a live model. The forecast would be of another
+    # training, with nothing to show it.
+    if isinstance(model, nn.Module):
+        raise HfCkptError("predict takes no live model: give its config, and options such as dtype and lora.")
     config = None if isinstance(model, (str, Path)) else model
     name = str(getattr(model, "model_type", model))
-    if isinstance(model, nn.Module):
-        config, described = describe_live(model)
-        fixed = sorted(described.keys() & options.keys())
-        if fixed:
-            raise HfCkptError(f"a live model has its own {', '.join(fixed)}: leave these out, or give its config.")
-        name = described["architecture"]
-        options |= described
     return Forecaster(question({"batch": batch, **options, "model": name}), on_progress, config).answer(nearest=False)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def micro_batches(sequences: int) -> list[int]:
+    """The micro-batches to compare for a step of so many sequences: divisors, each at least twice the one before.
+
+    More would differ little, and measuring each takes up to a second.
+    """
+    batches: list[int] = []
+    for batch in divisors(sequences):  # because all micro-steps of a step have one size
+        if not batches or batch >= 2 * batches[-1] or batch == sequences:
+            batches.append(batch)
+    return batches
 
 
 class Forecaster:
@@ -88,26 +94,17 @@ class Forecaster:
         training: the question.
         tell: called with a short message at the start of each slow part.
         config: of the model; None for that of the model that the question names.
-        program: as in `to_write`.
 
     Raises `HfCkptError` for an unknown device, and for options that do not go together.
     """
 
-    def __init__(
-        self,
-        training: Question,
-        tell: Callable[[str], None] = lambda text: None,
-        config: Any = None,
-        *,
-        program: str = "",
-    ) -> None:
+    def __init__(self, training: Question, tell: Callable[[str], None] = lambda text: None, config: Any = None) -> None:
         self.device = device_named(training.device) if training.device else this_device()
         self.training = on_device(training, self.device)
         self._memory = self.device.memory_bytes or device_memory(0).total_bytes
         self.budget = budget_bytes(training.budget, self._memory)
         self._tell = tell
         self._config = config
-        self._program = program
         self._models: dict[Any, ShallowModel] = {}
         self._costs: dict[Question, Costs] = {}
 
@@ -127,12 +124,15 @@ class Forecaster:
         except InfeasibleError as error:
             if not nearest:
                 raise
+            # Not an error for who asks "what would fit?": the page and the command show what the lowest peak consists
+            # of, and what fits with one change.
             lowest = self._forecast(*choice_within(self.candidates(self.training), error.floor_bytes), self.budget)
             notes = (*error.notes, *(f"to lower it: {hint}" for hint in error.hints))
             rows = self._changed_rows(FIELDS)
             return dataclasses.replace(lowest, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
         plan, *usual = forecast.rows
         fields = OF_THE_PLAN if forecast.plan.active() else ()  # more memory cannot make a plain step faster
+        # A row that is less than a percent faster is not worth reading: predictions of times are not that exact.
         faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * plan.step_seconds]
         return dataclasses.replace(forecast, rows=(plan, *splits, *faster, *usual))
 
@@ -149,6 +149,7 @@ class Forecaster:
         training = self.training
         plan = plan_of(costs, choice, limit, self.device.name)
         row = self._row("this plan", plan, limit, spec=self._spec(costs, plan, limit, training))
+        # transformers has no head in chunks: its ways are measured with the whole head, and are labelled so.
         whole_head = self.costs_of(dataclasses.replace(training, head="full"))
         label = "" if training.head == "full" else ", head as a whole"
         usual = {name + label: plan_of(whole_head, whole_head.uniform(action)) for name, action in USUAL.items()}
@@ -167,7 +168,7 @@ class Forecaster:
             notes=(*costs.notes, *([NEEDS_PLAN] if row.spec == SAVED else [])),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
-            write=to_write(training, row.spec or {}, self._program),
+            write=to_write(training, row.spec or {}),
             plan=plan,
             timeline=moments,
             within=self.within,
@@ -198,7 +199,7 @@ class Forecaster:
         training = dataclasses.replace(self.training, **change)
         costs, choice = choice_within(self.candidates(training), limit)
         plan = plan_of(costs, choice, limit)
-        options = " ".join(word for field, value in change.items() for word in words_of(FIELDS[field], value))
+        options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
         spec = self._spec(costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
 
@@ -227,19 +228,20 @@ class Forecaster:
 
     def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
         """Return the spec to train with: a budget if the steps under `full`, which it measures, fit into the device."""
-        measured = timeline(costs, costs.uniform(FULL)).peak_bytes
-        return SAVED if measured > self._memory else spec_of(plan, limit, training.host_budget)
+        # A session measures every action in steps under `full`; see `training/session.py`. With tiles or with host
+        # memory, a plan may need less than these, so that the run would end before it had a plan.
+        measuring_bytes = timeline(costs, costs.uniform(FULL)).peak_bytes
+        return SAVED if measuring_bytes > self._memory else spec_of(plan, limit, training.host_budget)
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
         training = self.training
         costs = self.costs_of(training)
-        all_weights = training.lora is None
         room = costs.static.always < self.budget  # otherwise, less activations cannot help
         host = room and training.host_budget is None and self.device.host_bandwidth > 0
         parts = divisors(training.batch)[1:]
         smaller = [{"batch": training.batch // by, "accumulation": training.accumulation * by} for by in parts]
-        shorter = room and training.target_tokens is None
+        shorter = room and training.target_tokens is None  # which of the two lengths to halve, only the user knows
         bits = not training.load_in_4bit and not training.sharded
         rows: list[tuple[bool, str, dict[str, Any]]] = [
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
@@ -248,8 +250,9 @@ class Forecaster:
             *((room, "smaller batch", change) for change in smaller),
             *((shorter, "shorter sequences", {"tokens": training.tokens // by}) for by in (2, 4, 8)),
             (training.prepared, "without PEFT's preparation", {"kbit_preparation": False}),
-            (all_weights, "8-bit optimizer", {"optimizer": "adamw_8bit"}),
-            (all_weights, "LoRA", {"lora": 16}),
+            # Under LoRA, gradients and state are a few MiB: an optimizer or another rank would not change what fits.
+            (training.lora is None, "8-bit optimizer", {"optimizer": "adamw_8bit"}),
+            (training.lora is None, "LoRA", {"lora": 16}),
             (bits, "LoRA, base in 4 bits", {"lora": training.lora or 16, "load_in_4bit": True}),
         ]
         return [(name, change) for applies, name, change in rows if applies]
@@ -267,12 +270,14 @@ class Forecaster:
         of_model = training.lora, training.load_in_4bit, training.kbit_preparation  # what changes alter in a model
         if of_model not in self._models:
             self._models[of_model] = model_of_workload(training, self._config)
-        key = dataclasses.replace(training, host_budget=None)
+        key = dataclasses.replace(training, host_budget=None)  # offloading is computed from costs, see `candidates`
         if key not in self._costs:
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
             model = self._models[of_model]
             costs = costs_of_model(model, training, self.device)
-            experts = nbytes(tensor for tensor in model.tensors if len(tensor[0]) > 2)
+            # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
+            # that "4 bits" of such a model may be far larger than its users expect.
+            experts = nbytes(tensor for tensor in model.tensors if len(tensor.shape) > 2)
             if training.load_in_4bit and experts > costs.static.parameters / 2:
                 note = f"{format_bytes(experts)} of weights are stacked experts, which bitsandbytes does not quantise"
                 costs = dataclasses.replace(costs, notes=(note,))

@@ -1,4 +1,4 @@
-"""A shallow model on fake tensors, from a config or a live model's config, that a forecast measures in its place.
+"""A shallow model on fake tensors, from a config, that a forecast measures in place of the real one.
 
 It has the first block of every stack, two further blocks of each kind, and the last block. Fake tensors have shapes and
 types but no values, so neither weights nor a device are needed. `ShallowModel.likes` says which of these blocks stands
@@ -12,27 +12,33 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.compat.peft import adapters_of, add_adapters, like_bitsandbytes
+from hf_ckpt.compat.peft import add_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
-from hf_ckpt.forecast.presets import presets
 from hf_ckpt.forecast.quantised import QuantisedLinear, quantise
-from hf_ckpt.forecast.question import Question
+from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.models.blocks import base_model, find_blocks, plain_modules
-from hf_ckpt.models.families import depth_keys, learned_positions
+from hf_ckpt.models.families import depth_keys, refuse_long
 from hf_ckpt.spec.plan import Block
 
-TensorSize = tuple[tuple[int, ...], int, bool]
-"""Of a parameter: (shape, bytes per element, whether it is trainable)."""
+
+class TensorSize(NamedTuple):
+    """The size of a parameter."""
+
+    shape: tuple[int, ...]
+    element_bytes: int
+    trainable: bool
+
+
 Tensors = tuple[TensorSize, ...]
 
 
@@ -61,10 +67,10 @@ class ShallowModel:
 
 def nbytes(tensors: Iterable[TensorSize]) -> int:
     """Bytes of parameters."""
-    return sum(math.prod(shape) * size for shape, size, _ in tensors)
+    return sum(math.prod(tensor.shape) * tensor.element_bytes for tensor in tensors)
 
 
-# --- from a config or a live model ------------------------------------------------------------------------------------
+# --- from a config ----------------------------------------------------------------------------------------------------
 
 
 def model_of_workload(workload: Question, config: Any = None) -> ShallowModel:
@@ -78,61 +84,20 @@ def model_of_workload(workload: Question, config: Any = None) -> ShallowModel:
     """
     config = load_config(workload.model) if config is None else config
     _refuse(config, workload)
-    with torch.device("meta"), compat.transformers.uninitialised():
+    # On `meta`, 70 billion parameters take no memory. Those that are left become fake tensors, which costs time for
+    # each.
+    with torch.device("meta"), compat.transformers.no_init_weights():
         model = _make(config, workload)
         likes = _cut(model)  # before adapters, which are slow to add
         model = _prepared(model, workload)
     return _on_fakes(model, likes)
 
 
-def describe_live(model: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """The config of a live model, plain or wrapped, and the fields of a question that it determines.
-
-    Raises `HfCkptError` if its parameters are not those of its config and of LoRA, for example if some are frozen.
-    """
-    base: Any = base_model(model)
-    config = base.config
-    dtype = base.dtype
-    fields: dict[str, Any] = {
-        "architecture": compat.distributed.plain_class(base).__name__,
-        "attention": getattr(config, "_attn_implementation", None) or "sdpa",
-    }
-    if getattr(base, "is_loaded_in_4bit", False):
-        stored = config.quantization_config
-        fields |= {"load_in_4bit": True, "double_quant": stored.bnb_4bit_use_double_quant}
-        fields["kbit_preparation"] = dtype == torch.float32  # norms and embeddings were cast
-        dtype = stored.bnb_4bit_compute_dtype
-    fields["dtype"] = str(dtype).removeprefix("torch.")
-    for adapter in adapters_of(model).values():
-        targets = getattr(adapter, "target_modules", "all-linear")
-        fields["lora"] = getattr(adapter, "r", None)
-        fields["lora_targets"] = targets if isinstance(targets, str) else tuple(sorted(targets))
-        fields["lora_dropout"] = getattr(adapter, "lora_dropout", 0.0)
-    expected = _totals(model_of_workload(Question(fields["architecture"], **fields), config).tensors)
-    for what, size in _totals(_sizes(base.parameters())).items():
-        if size != expected[what]:
-            usual = f"a model of its config, with LoRA if it has adapters, has {expected[what]:,}"
-            raise HfCkptError(f"{fields['architecture']} has {size:,} bytes of {what}, but {usual}: {NO_PLAN}")
-    return config, fields
-
-
-def _totals(tensors: Tensors) -> dict[str, int]:
-    """Bytes that are equal in models of one kind. Packed weights do not count: the scales of bitsandbytes are no
-    parameters."""
-    floating = [tensor for tensor in tensors if tensor[1] > 1]
-    trainable = [tensor for tensor in floating if tensor[2]]
-    return {"parameters": nbytes(floating), "trainable parameters": nbytes(trainable)}
-
-
 def _cut(model: nn.Module) -> dict[Block, str]:
-    """Leave only the first and the last block of each stack in a model, and two of each kind between them.
-
-    Blocks of one kind need the same memory and time. There are two, because what runs beside the first of two alike may
-    differ; the second stands for all others. Returns the `likes` of the shallow model.
-    """
+    """Leave only the blocks of a model that stand for others. Returns the `likes` of the shallow model."""
     all_blocks = find_blocks(model)
     lists: Any = dict(plain_modules(all_blocks.base))
-    likes = {}
+    likes: dict[Block, str] = {}
     for stack, owner in zip(dict.fromkeys(block.stack for block in all_blocks.blocks), all_blocks.owners, strict=True):
         blocks = [block for block in all_blocks.blocks if block.stack == stack]
         container, _, index = blocks[0].name.rpartition(".")
@@ -142,14 +107,11 @@ def _cut(model: nn.Module) -> dict[Block, str]:
         types = list(getattr(config, "layer_types", None) or [])
         types = types if len(types) == len(blocks) else []
         looks = [_look_of(all_blocks.modules[block.name]) for block in blocks]
-        kinds = list(itertools.zip_longest(looks, types))
-        kept: list[int] = []
-        for place, block in enumerate(blocks):
-            alike = [other for other in kept[1:] if kinds[other] == kinds[place]]
-            if place in (0, len(blocks) - 1) or len(alike) < 2:
-                kept.append(place)
-                alike = [place, place]
-            likes[block] = f"{container}.{kept.index(alike[1])}"
+        places = _stand_ins(list(itertools.zip_longest(looks, types)))
+        kept = sorted(set(places))
+        likes |= {block: f"{container}.{kept.index(place)}" for block, place in zip(blocks, places, strict=True)}
+        # The config follows, because models read it while they run: `self.layers[: self.config.num_hidden_layers]`
+        # (modeling_llama.py), and the mask that each of `layer_types` needs.
         modules = [lists[container][place] for place in kept]
         lists[container]._modules.clear()
         lists[container].extend(modules)
@@ -158,6 +120,25 @@ def _cut(model: nn.Module) -> dict[Block, str]:
         for key in depth_keys(config, stack):
             config.update({key: len(kept)})
     return likes
+
+
+def _stand_ins(kinds: Sequence[Any]) -> list[int]:
+    """For each block of a stack, of these kinds, the place of the block that stands for it: `0 1 2 2 2 5`.
+
+    Blocks of one kind need the same memory and time. Two of them stay, because what runs beside the first of two alike
+    may differ; the second stands for all others. Both ends of the stack stand for themselves: beside them runs
+    something that is no block, such as the embedding or the head.
+    """
+    kept: list[int] = []
+    stand_ins = []
+    for place, kind in enumerate(kinds):
+        alike = [other for other in kept[1:] if kinds[other] == kind]
+        if place in (0, len(kinds) - 1) or len(alike) < 2:
+            kept.append(place)
+            stand_ins.append(place)
+        else:
+            stand_ins.append(alike[1])
+    return stand_ins
 
 
 def _look_of(block: nn.Module) -> str:
@@ -171,7 +152,7 @@ def _on_fakes(model: nn.Module, likes: Mapping[Block, str]) -> ShallowModel:
     all_blocks = find_blocks(model)
     fake = compat.torch.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        model.to_empty(device="cpu")
+        model.to_empty(device="cpu")  # also to plan for a GPU, which this machine may not have
     all_blocks.base.tie_weights()
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -185,7 +166,7 @@ def _on_fakes(model: nn.Module, likes: Mapping[Block, str]) -> ShallowModel:
 
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
-    return tuple((tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters)
+    return tuple(TensorSize(tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters)
 
 
 # --- a model as a workload describes it -------------------------------------------------------------------------------
@@ -193,13 +174,14 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 
 def load_config(name: str) -> Any:
     """The config of a preset, a folder, a hub id or a `config.json`. Raises `HfCkptError` if none can be read."""
-    path = presets().get(name.lower(), Path(name))
+    path = PRESETS.get(name.lower(), Path(name))
+    source = path if path.exists() else name
     try:
-        return transformers.AutoConfig.from_pretrained(path if path.exists() else name)
+        return transformers.AutoConfig.from_pretrained(source)
     except Exception as error:  # configs validate themselves, with errors of all kinds
         reason = f"cannot read a model's config from {shown(name)}: {reason_of(error)}."
-        presets_to_use = difflib.get_close_matches(name.lower(), presets()) or presets()
-        raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets_to_use)}.") from error
+        presets = difflib.get_close_matches(name.lower(), PRESETS) or PRESETS
+        raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets)}.") from error
 
 
 def _make(config: Any, workload: Question) -> nn.Module:
@@ -236,11 +218,12 @@ def _prepared(model: nn.Module, workload: Question) -> nn.Module:
         quantise(model, DTYPES[workload.dtype], double=workload.double_quant)
     if workload.prepared:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout
+    dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout  # `disable_dropout` of DPOConfig is on
     targets = workload.lora_targets if isinstance(workload.lora_targets, str) else list(workload.lora_targets)
     lora = LoraConfig(r=workload.lora, target_modules=targets, lora_dropout=dropout)
     model = add_adapters(model, lora)
     like_bitsandbytes(model, QuantisedLinear)
+    # "When using QLoRA, the PEFT adapter weights are converted to bf16" (trl/trainer/sft_trainer.py).
     for parameter in model.parameters():
         if workload.load_in_4bit and workload.trainer is not None and parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -251,12 +234,9 @@ def _refuse(config: Any, workload: Question) -> None:
     """Raise `HfCkptError` for too long sequences, and for weights that are quantised by another method than is said."""
     stored = getattr(config, "quantization_config", None) or {}
     keys = stored if isinstance(stored, Mapping) else stored.to_dict()
-    method = keys.get("quant_method", "")
-    most = learned_positions(config)
-    if most is not None and workload.tokens > most:
-        raise HfCkptError(f"{workload.model} has positions for {most} tokens, but {workload.tokens} are asked for.")
+    refuse_long(config, workload.tokens, workload.model)
     if keys.get("load_in_4bit"):
         if not workload.load_in_4bit:
             raise HfCkptError(f"the weights of {workload.model} are in 4 bits: give load_in_4bit, and the rank (lora).")
-    elif method not in ("", "mxfp4"):  # MXFP4 is dequantised for training
-        raise HfCkptError(f"the weights of {workload.model} are quantised by {method}: {NO_PLAN}")
+    elif keys.get("quant_method", "mxfp4") != "mxfp4":  # MXFP4 is dequantised for training
+        raise HfCkptError(f"the weights of {workload.model} are quantised by {keys['quant_method']}: {NO_PLAN}")

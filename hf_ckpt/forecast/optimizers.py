@@ -44,8 +44,9 @@ def _adafactor_bytes(trained: Iterable[tuple[tuple[int, ...], int]]) -> tuple[in
     before = 0
     for shape, size in trained:
         elements = math.prod(shape)
+        # Factored means need two dimensions; a vector has one mean for each element (transformers/optimization.py).
         means = 4 * elements if len(shape) < 2 else 4 * (elements // shape[-1] + elements // shape[-2])
-        copies = 2 if size == 4 else 4
+        copies = 2 if size == 4 else 4  # 16-bit parameters and gradients are cast to float32 first
         state += means
         temporary = max(temporary, 4 * elements * copies + means + before)
         before = 4 * elements
@@ -56,4 +57,5 @@ def _bytes_of(elements: int, element_bytes: int) -> int:
     """Bytes of one tensor of the state; 8-bit blocks have scales."""
     if element_bytes != 1:
         return elements * element_bytes
+    # `min_8bit_size` of bitsandbytes' optimizers (bitsandbytes/optim): smaller tensors have a state in 32 bits.
     return 4 * elements if elements < 4096 else elements + 4 * -(-elements // 256)

@@ -41,6 +41,8 @@ class QuantisedLinear(nn.Linear):
         self.bias: Any = source.bias
         scales = -(-rows * columns // 64)
         size = _TABLES + scales + 4 * -(-scales // 256) if double else 4 * 16 + 4 * scales
+        # In bitsandbytes, scales hang on the weight as its `quant_state`. Here they are a parameter, so that they count
+        # among the weights' bytes like all others.
         self.scales = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=weight.device), requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -61,7 +63,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
-        ctx.layer = layer
+        ctx.layer = layer  # not the unpacked weight: it would be kept until backward, in 16 bits
         return hidden @ layer.unpacked(hidden.dtype).t()
 
     @staticmethod
@@ -78,4 +80,4 @@ def quantise(model: nn.Module, compute: torch.dtype, *, double: bool) -> None:
     for name in compat.transformers.quantised_layers(model):
         model.set_submodule(name, QuantisedLinear(model.get_submodule(name), compute, double=double))
     model.requires_grad_(False)
-    vars(model)["is_loaded_in_4bit"] = True
+    vars(model)["is_loaded_in_4bit"] = True  # as transformers marks a quantised model

@@ -7,9 +7,9 @@ the keywords of `hf_ckpt.predict`, and the command that a page shows.
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError
@@ -17,14 +17,19 @@ from hf_ckpt.forecast.devices import DEVICES, Device, device_named
 from hf_ckpt.forecast.optimizers import OPTIMIZERS
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
 
+# `force-include` in pyproject.toml copies the configs into the wheel, where there is no folder beside the package.
+_FOLDERS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[2] / "configs" / "models")
+PRESETS = {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.json"))}
+"""The models whose configs come with hf_ckpt: name -> path of the config."""
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Types that weights and autocast may have, as torch names them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """Metadata of a field of `Question`."""
+    """What there is to say about a field of `Question`."""
 
+    default: Any
     help: str
     """What it means, as the command line prints it."""
     read: Callable[[str], Any] = str
@@ -37,22 +42,28 @@ class About:
     """The value's name in the command line's help."""
     label: str = ""
     """The field's label in `hf-ckpt app`; empty if the page does not ask for it."""
+    name: str = ""
+    """The field's name."""
 
+    @property
+    def flag(self) -> str:
+        """The command line's option: `--seq` for `tokens`. It begins with `--no-` if the default is True."""
+        name = (self.option or self.name).replace("_", "-")
+        return f"--no-{name}" if self.default is True else f"--{name}"
 
-def about(field: dataclasses.Field[Any]) -> About:
-    """The metadata of a field of `Question`."""
-    metadata: About = field.metadata["about"]
-    return metadata
-
-
-def option_of(field: dataclasses.Field[Any]) -> str:
-    """The command line's option for a field: `--seq` for `tokens`. It begins with `--no-` if the default is True."""
-    name = (about(field).option or field.name).replace("_", "-")
-    return f"--no-{name}" if field.default is True else f"--{name}"
+    def words(self, value: Any) -> list[str]:
+        """The command line's option that sets the field to this value, and its argument."""
+        if isinstance(value, bool):
+            return [self.flag]
+        if isinstance(value, tuple):
+            value = ",".join(value)
+        # As exact bytes: a command that is copied must ask for the same budget, or the plan that was shown may not fit.
+        sized = isinstance(value, int) and self.read in (parse_budget, parse_bytes)
+        return [self.flag, exact_size(value) if sized else str(value)]
 
 
 def _field(default: Any, help: str, **more: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"about": About(help, **more)})
+    return dataclasses.field(default=default, metadata={"about": About(default, help, **more)})
 
 
 def _number(default: int | None, help: str, **more: Any) -> Any:
@@ -70,7 +81,6 @@ def _tokens(text: str | int) -> int | str:
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
-_MOST_TOKENS = 2**30  # of a micro-step: with more, lists of chunks and of smaller batches take minutes
 _USUAL = "default: bfloat16 with --trainer or --load-in-4bit, else none"
 _GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
@@ -118,16 +128,17 @@ class Question:
     def __post_init__(self) -> None:
         for name in OF_THE_PLAN:
             value = getattr(self, name)
-            if isinstance(value, (str, float)) or name in ("head", "mlp"):  # other numbers are bytes already
-                object.__setattr__(self, name, about(FIELDS[name]).read(value))
+            if value is not None:  # `predict` and training files give texts here, too
+                object.__setattr__(self, name, FIELDS[name].read(value))
         for name, field in FIELDS.items():
             value = getattr(self, name)
-            if value != field.default and about(field).choices and value not in about(field).choices:
-                raise HfCkptError(f"{name} must be one of {', '.join(about(field).choices)}, but is {value!r} instead.")
-            if value != field.default and about(field).read is parse_count and value < 1:
+            if value != field.default and field.choices and value not in field.choices:
+                raise HfCkptError(f"{name} must be one of {', '.join(field.choices)}, but is {value!r} instead.")
+            if value != field.default and field.read is parse_count and value < 1:
                 raise HfCkptError(f"{name} must be at least 1, but is {value} instead.")
         if self.load_in_4bit and self.lora is None:
             raise HfCkptError("a base in 4 bits stays frozen: give the rank of adapters to train (lora).")
+        # bitsandbytes packs a weight into bytes of another shape, whose shards `forecast/ranks.py` does not know.
         if self.load_in_4bit and self.sharded:
             raise HfCkptError("a base in 4 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
         if self.parallel != "ddp" and self.ranks == 1:
@@ -138,8 +149,6 @@ class Question:
             raise HfCkptError("global_batch chooses batch and accumulation: leave these out.")
         if self.global_batch and self.global_batch % self.ranks:
             raise HfCkptError(f"global_batch must be a multiple of ranks ({self.ranks}), but is {self.global_batch}.")
-        if math.prod(self.shape) > _MOST_TOKENS:
-            raise HfCkptError(f"a micro-step of {math.prod(self.shape):,} tokens is too large: plan at most 2**30.")
 
     @property
     def prepared(self) -> bool:
@@ -153,6 +162,7 @@ class Question:
     def autocast_name(self) -> str | None:
         """The type that autocast computes in, by default the usual one; None without autocast."""
         if self.autocast is None:
+            # TRL's configs turn `bf16` on (trl/trainer/base_config.py); QLoRA computes in 16 bits by its definition.
             return "bfloat16" if self.trainer is not None or self.load_in_4bit else None
         return None if self.autocast == "none" else self.autocast
 
@@ -172,7 +182,9 @@ class Question:
         return (1, self.rows * self.tokens) if self.packing else (self.rows, self.tokens)
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(Question)}
+FIELDS: dict[str, About] = {
+    field.name: dataclasses.replace(field.metadata["about"], name=field.name) for field in dataclasses.fields(Question)
+}
 """Every field of a question by its name."""
 OF_THE_PLAN: dict[str, Any] = {
     name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp")
@@ -187,28 +199,7 @@ def question(fields: Mapping[str, Any]) -> Question:
             raise HfCkptError(f"{name!r} cannot be asked: use {', '.join(FIELDS)}.")
     if not fields.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
-    for name in ("budget", "host_budget"):
-        if isinstance(fields.get(name), int):
-            parse_bytes(fields[name])  # refuses a number without a unit
     return Question(**fields)
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, the smallest first."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def micro_batches(sequences: int) -> list[int]:
-    """The micro-batches to compare for a step of so many sequences: divisors, each at least twice the one before.
-
-    More would differ little, and measuring each takes up to a second.
-    """
-    batches: list[int] = []
-    for batch in divisors(sequences):
-        if not batches or batch >= 2 * batches[-1] or batch == sequences:
-            batches.append(batch)
-    return batches
 
 
 def command_of(training: Question, shown: Collection[str] = ("batch", "tokens")) -> str:
@@ -217,18 +208,8 @@ def command_of(training: Question, shown: Collection[str] = ("batch", "tokens"))
     for name, field in FIELDS.items():
         value = getattr(training, name)
         if name != "model" and (value != field.default or name in shown):
-            words += words_of(field, value)
+            words += field.words(value)
     return shlex.join(words)
-
-
-def words_of(field: dataclasses.Field[Any], value: Any) -> list[str]:
-    """The command line's option that sets a field to this value, and its argument."""
-    if isinstance(value, bool):
-        return [option_of(field)]
-    if isinstance(value, tuple):
-        value = ",".join(value)
-    sized = isinstance(value, int) and about(field).read in (parse_budget, parse_bytes)
-    return [option_of(field), exact_size(value) if sized else str(value)]
 
 
 def on_device(training: Question, device: Device) -> Question:
@@ -238,6 +219,7 @@ def on_device(training: Question, device: Device) -> Question:
     float16 gradients cannot be unscaled. Under FSDP2, accelerate computes in bfloat16 unless `autocast` says
     otherwise, and casts what is trained to float32 if autocast is on.
     """
+    # accelerate/utils/fsdp_utils.py, `fsdp2_prepare_model`: "FSDP upcast of low precision parameters to fp32".
     if training.sharded and training.lora is None:
         by_default = "bfloat16" if (training.dtype, training.autocast) == ("bfloat16", None) else None
         computing = training.autocast_name or by_default
@@ -246,6 +228,8 @@ def on_device(training: Question, device: Device) -> Question:
     if device.bfloat16 or "bfloat16" not in (training.dtype, training.autocast_name):
         return training
     dtype = training.dtype
+    # GradScaler.unscale_ raises "Attempting to unscale FP16 gradients" for trained weights in float16.
     if dtype == "bfloat16":
         dtype = "float32" if training.lora is None else "float16"
-    return dataclasses.replace(training, dtype=dtype, autocast="none" if training.autocast == "none" else "float16")
+    autocast = "none" if training.autocast == "none" else "float16"
+    return dataclasses.replace(training, dtype=dtype, autocast=autocast)

@@ -72,6 +72,7 @@ class Sharding:
         self._sent = max(gradients.whole for gradients in self._gradients.values())
 
     def _bytes_of(self, tensors: Iterable[TensorSize]) -> _Bytes:
+        # FSDP2 splits whole rows, so a rank may hold up to one row more of each parameter. That is left out.
         ranks = self._training.ranks
         shard_element = DTYPES[self._training.dtype].itemsize
         sizes = [(-(-math.prod(shape) // ranks), element) for shape, element, _ in tensors]  # of a rank's part
@@ -82,7 +83,7 @@ class Sharding:
         )
 
     def _gradients_of(self, tensors: Iterable[TensorSize]) -> _Bytes:
-        return self._bytes_of(tensor for tensor in tensors if tensor[2])
+        return self._bytes_of(tensor for tensor in tensors if tensor.trainable)
 
     def costs(self, costs: Costs) -> Costs:
         """The costs on a rank, from those of the unsharded model whose optimizer has all shards."""
@@ -94,7 +95,8 @@ class Sharding:
             gradients=self._outside_gradients.shards + sum(block.shards for block in self._gradients.values()),
             buffers=costs.static.buffers + outside.whole + self._buffer,
         )
-        above = max(0, outside.whole - self._buffer)  # while the buffer gathers the parameters outside the blocks
+        # The all-gather buffer counts as always alive. It is larger while it gathers the parameters outside the blocks.
+        above = max(0, outside.whole - self._buffer)
         before = costs.before
         first = 2 * self._blocks[costs.calls[0].block.name].whole
         peak = max(above + outside.cast, before.peak + above, before.net + above + first)
@@ -117,7 +119,7 @@ class Sharding:
         for action, cost in call.costs.items():
             forward = dataclasses.replace(cost.forward, peak=max(2 * block.whole, cost.forward.peak + block.whole))
             backward = cost.backward
-            if FULL in call.costs:
+            if FULL in call.costs:  # it has a backward, in which gradients arrive
                 gathered = block.whole + self._sent
                 left = backward.net - arriving.whole
                 net = left + arriving.shards

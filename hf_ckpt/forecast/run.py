@@ -32,7 +32,8 @@ from hf_ckpt.forecast.question import Question
 from hf_ckpt.forecast.ranks import Sharding
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels, step_of
-from hf_ckpt.models.blocks import find_blocks, vocabulary_head
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, candidates
 from hf_ckpt.spec.plan import Plan
 
@@ -59,14 +60,9 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
     with model.fake:
         batch = micro_step(training, model.base).batch
     whole = _measure(model, training, device, FULL)
-    step = whole.step
-    plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
-    actions = candidates(tile=None if training.mlp == "full" else training.mlp)
-    for action in actions:
-        if action not in (FULL, FULL_SELECTIVE):  # what these cost follows from others
-            other = _measure(model, plain, device, action).step
-            of_all = {name: action for name, _ in other.names}
-            step = step.with_trials(other) if action.tile is None else step.with_actions(other, of_all)
+    tile = None if training.mlp == "full" else training.mlp
+    actions = candidates(tile=tile)
+    step = _with_trials_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}
     trials = {call.name: _trials_of(call, actions) for call in step.calls}
@@ -77,6 +73,9 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
     if training.trainer == "dpo":  # the pass of the reference is part of the head's, and goes through all blocks
         spent += _forward_nanoseconds(calls) - _forward_nanoseconds(shallow.calls)
     static = _static(model, training, batch)
+    tokens = max(training.tokens, training.target_tokens or 0)  # a source and its target count once
+    if "input_ids" not in batch:
+        tokens = 0
     costs = dataclasses.replace(
         shallow,
         calls=calls,
@@ -84,16 +83,34 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
         static=static,
         family=all_blocks.family,
         model=all_blocks.model,
-        tokens=training.rows * max(training.tokens, training.target_tokens or 0) if "input_ids" in batch else 0,
+        tokens=training.rows * tokens,
         sequences=training.batch,
         has_host=device.host_bandwidth > 0,
         blocks=tuple(model.likes),
         accumulation=training.accumulation,
+        # A fused step reads and writes the state, and reads gradients and weights and writes these.
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
         head_tokens=training.head,
+        # FSDP2 frees the head's weight after its forward. Chunks are computed later, when the loss is called.
         chunks_help=whole.chunks_help and training.head == "full" and not training.sharded,
     )
     return Sharding(model, training).costs(costs) if training.sharded else costs
+
+
+def _with_trials_of(
+    actions: Iterable[Action], step: Step, model: ShallowModel, training: Question, device: Device
+) -> Step:
+    """A step under `full`, with what other steps show of further actions."""
+    plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
+    for action in actions:
+        if action in (FULL, FULL_SELECTIVE):  # what these cost follows from others
+            continue
+        other = _measure(model, plain, device, action).step
+        if action.tile is None:
+            step = step.with_trials(other)
+        else:  # tiles change the forward, too, so all blocks ran in that step as they run under a plan
+            step = step.with_actions(other, {name: action for name, _ in other.names})
+    return step
 
 
 def _trials_of(call: Call, actions: Iterable[Action]) -> dict[Action, Trial]:
@@ -110,6 +127,7 @@ def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[Cal
     Each costs what the call of the block does that stands for it in the shallow model.
     """
     by_name = {call.block.name: call for call in calls}
+    # The step's order: a vision tower may stand after the text model in the list of modules, but runs before it.
     order = [by_name[name].block.stack for name in by_name]
     likes = [(block, by_name[name]) for block, name in model.likes.items() if name in by_name]
     likes.sort(key=lambda pair: order.index(pair[0].stack))
@@ -125,13 +143,13 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -
     tensors = model.tensors
     if training.sharded:  # shards have the type of the weights
         element_bytes = DTYPES[training.dtype].itemsize
-        tensors = tuple((shape, element_bytes, trained) for shape, _, trained in tensors)
+        tensors = tuple(tensor._replace(element_bytes=element_bytes) for tensor in tensors)
     state, temporary = optimizer_bytes(tensors, training.optimizer)
     # A second model as large as the first, with a copy in autocast's type that is alive during the forward.
     reference = nbytes(model.tensors) if training.trainer == "dpo" and training.lora is None else 0
     if reference and training.autocast_name:
-        reference += nbytes((shape, 2, trained) for shape, element, trained in model.tensors if element > 2)
-    gradients = nbytes(tensor for tensor in model.tensors if tensor[2])
+        reference += nbytes(tensor._replace(element_bytes=2) for tensor in model.tensors if tensor.element_bytes > 2)
+    gradients = nbytes(tensor for tensor in model.tensors if tensor.trainable)
     copies = gradients if training.ranks > 1 and not training.sharded else 0  # in buckets of DDP
     batch_bytes = sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
     return Static(
@@ -151,6 +169,7 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
 
     Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves.
     """
+    # Budgets and optimizers change no micro-step, so a page whose slider moves measures nothing anew.
     key = dataclasses.replace(training, budget=None, host_budget=None, optimizer="adamw", mlp="full"), device, action
     if key in model.measured:
         measured: _Measured = model.measured[key]
@@ -164,7 +183,8 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
         with stay, trial(base, plan) as record, model.fake, fakes:
-            tries = dict.fromkeys(blocks.modules, Tries(last=None if action == uniform else action))
+            tried = None if action == uniform else action
+            tries = dict.fromkeys(blocks.modules, Tries(last=tried))
             for name in tries:
                 record.functions.trials(name, tries[name])  # their hooks must be on the blocks
             put_on(blocks, record)
@@ -172,15 +192,14 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
             return measured
     except HfCkptError:
         raise
-    except Exception as error:
+    except Exception as error:  # of all kinds: this runs code of the model, which may read values that are not there
         reason = f"it does not run without its weights: {type(error).__name__}: {error}"
         if compat.fakes.depends_on_values(error):
             advice = 'Experts that are called one by one need experts_implementation="grouped_mm" or "batched_mm"'
             reason = f"how large its tensors are depends on their values ({error}). {advice}"
         raise HfCkptError(f"{blocks.model} cannot be planned for, because {reason}. Other policies work.") from error
-    finally:
-        for parameter in base.parameters():
-            parameter.grad = None
+    finally:  # the next measuring step begins without gradients, as this one did
+        base.zero_grad()
 
 
 def _run(
@@ -190,14 +209,15 @@ def _run(
     if training.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    # FlashAttention gets the lengths of packed sequences; others get a mask of [tokens, tokens].
     padded = training.padded or (training.packing and not training.attention.startswith("flash_attention"))
-    meter = FakeMeter(device.nanoseconds, model, step.batch, padded=padded, casts=device.name == "cpu")
-    marks = Levels(meter, meter)
+    meter = FakeMeter(device.nanoseconds, model, step.batch, padded=padded)
+    marks = Levels(meter.memory, meter)
     autocast = DTYPES[training.autocast_name] if training.autocast_name else None
     with contextlib.ExitStack() as cleanup:
         boundaries = Boundaries(record.blocks, marks.mark, head=vocabulary_head(model))
         cleanup.callback(boundaries.remove)
-        record.begin_trials(tries, marks.mark)
+        record.set_trials(tries, marks.mark)  # the recomputations of this step run under the action
         if step.forward is not None:
             cleanup.enter_context(mock.patch.object(model, "forward", step.forward))
         with meter:

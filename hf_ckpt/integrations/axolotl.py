@@ -40,14 +40,14 @@ class HfCkptPlugin(BasePlugin):
                 f"axolotl's {' and '.join(f'`{name}`' for name in others)} cannot be used with hf_ckpt: checkpointing "
                 "needs one owner. Take these keys out, or the plug-in."
             )
-        asked = cfg.get("gradient_checkpointing")
-        if asked is not True:
-            raise SpecError([f"`gradient_checkpointing` must be true for hf_ckpt to do anything, but is {asked!r}"])
+        flag = cfg.get("gradient_checkpointing")
+        if flag is not True:  # axolotl also takes "offload" and others, by which it replaces the checkpointing itself
+            raise SpecError([f"`gradient_checkpointing` must be true for hf_ckpt to do anything, but is {flag!r}"])
         Spec.parse(dict(cfg.get("gradient_checkpointing_kwargs") or {}))
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Install on the model, before axolotl enables checkpointing and before adapters are added."""
-        install(model)
+        install(model)  # the spec comes with axolotl's enable call, as `gradient_checkpointing_kwargs`
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
         """Return the callback that logs memory and time."""

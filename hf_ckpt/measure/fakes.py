@@ -1,9 +1,8 @@
-"""The meter for steps on fake tensors: it counts live bytes, and adds up the time that a device would need."""
+"""Measures steps on fake tensors: live bytes are counted, and the time that a device would need is added up."""
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,24 +16,28 @@ Price = Callable[[int, int, int], int]
 """(floating-point operations, bytes read and written, bytes of an element) -> nanoseconds."""
 
 
-class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
-    """The `Reader` and the `Clock` of a step on fake tensors. It also answers operations that ask for values.
+class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation of a step on fake tensors, for a reader of memory; answers what asks for values.
+
+    It is the `Clock` of the step, too: its time is what a device would need for all operations so far.
 
     Args:
         price: the time of an operation on the device.
         holders: what holds tensors that are already alive; see `LiveBytes`.
         padded: whether an attention mask masks anything. A boolean value is taken to mean "nothing is masked".
-        casts: whether a tensor equals the tensor that it was cast from, which the rebuild engine asks on a CPU.
     """
 
-    def __init__(self, price: Price, *holders: Holder, padded: bool, casts: bool) -> None:
-        super().__init__(*holders)
-        self._price, self._padded, self._casts = price, padded, casts
-        self._sources: dict[int, int] = {}
-        """Storage of a cast tensor -> storage of the tensor that it was cast from, as addresses."""
-        self._nanoseconds = 0
+    supports_higher_order_operators = True
 
-    def stamp(self) -> Any:
+    def __init__(self, price: Price, *holders: Holder, padded: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = LiveBytes(*holders)
+        """The `Reader` of the step."""
+        self._nanoseconds = 0
+        self._price = price
+        self._padded = padded
+
+    def stamp(self) -> int:
         """Return the nanoseconds so far."""
         return self._nanoseconds
 
@@ -47,22 +50,12 @@ class FakeMeter(LiveBytes):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # asked about as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self._padded
-        if func is torch.ops.aten.equal.default:
-            return self._casts and self._source(args[0]) == self._source(args[1])
         kwargs = kwargs or {}
         result = compat.fakes.run_on_fakes(func, args, kwargs)
-        if func is torch.ops.aten._to_copy.default and self._casts:
-            storage = result.untyped_storage()
-            self._sources[storage._cdata] = self._source(args[0])
-            weakref.finalize(storage, self._sources.pop, storage._cdata, None).atexit = False
-        is_new = [self._count(tensor) for tensor in tensors_in(result)]
-        if any(is_new) or func._schema.is_mutable:
+        is_new = [self.memory.count(tensor) for tensor in tensors_in(result)]
+        if any(is_new) or func._schema.is_mutable:  # all others are views, which launch nothing
             self._nanoseconds += self._time_of(func, args, kwargs, result)
         return result
-
-    def _source(self, tensor: torch.Tensor) -> int:
-        key: int = tensor.untyped_storage()._cdata
-        return self._sources.get(key, key)
 
     def _time_of(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         tensors = {id(tensor): tensor for tensor in tensors_in((args, tuple(kwargs.values()), result))}
@@ -83,7 +76,8 @@ def _grouped_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
 
     Shapes of the factors are those of `torch._grouped_mm`: [rows, k] or [groups, m, k], and [k, n] or [groups, k, n].
     """
-    return int(2 * a.numel() * b.shape[-1] if a.dim() == 2 else 2 * b.numel() * a.shape[-2])
+    products = a.numel() * b.shape[-1] if a.dim() == 2 else b.numel() * a.shape[-2]
+    return int(2 * products)
 
 
 # Attention kernels take [batch, heads, tokens, size of a head] and have scores of [batch, heads, queries, keys].

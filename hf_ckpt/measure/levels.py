@@ -1,16 +1,27 @@
 """The boundaries of a training step, with memory or time: the bytes alive and the peak since the last boundary, or the
 time since then.
 
-A step has a reader of memory or a clock. Reading memory takes time: on a CPU, and for allocators without peaks, live
-tensors are counted, and reading an allocator's statistics takes twenty times as long as an event. So a timed step reads
-no memory.
+Whoever measures puts a reader of memory or a clock into `Levels`, and has it mark each boundary. In a run it is one of
+them. Reading memory takes time: on a CPU, and for allocators without peaks, live tensors are counted, and reading an
+allocator's statistics takes twenty times as long as an event. So a timed step reads no memory. On fake tensors both are
+exact, and one step has both.
+
+| mark | what begins or has ended there |
+|---|---|
+| `begin` | the step |
+| `forward`, `forwarded` | the forward of a block |
+| `returned` | the model's forward, and autocast around it |
+| `backward` | the backward of a block: its output's gradient has arrived |
+| `cast`, `trial`, `tried`, then `shown` or `kept` | a trial in the recomputation of a block: see `engines.trials` |
+| `end` | the backward of the step |
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,13 +43,43 @@ class Clock(Protocol):
         """Return the nanoseconds between two stamps. May wait for the device."""
 
 
+class DeviceClock:
+    """Time stamps on the devices of a model.
+
+    Accelerators record an event at each boundary, so that nothing waits for them while the step runs. If their events
+    measure no time, each boundary waits for the devices.
+
+    Args:
+        devices: the devices of the model; without an accelerator among them, the clock is the host's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._devices = compat.devices.accelerators(devices)
+        self._by_events = bool(self._devices) and all(map(compat.devices.has_timed_events, self._devices))
+
+    def stamp(self) -> Any:
+        """Return a time stamp, without waiting for devices that have timed events."""
+        # One event for each device: their clocks do not agree, so only times of one device can be compared.
+        if self._by_events:
+            return [compat.devices.timed_event(device) for device in self._devices]
+        compat.devices.synchronize(self._devices)
+        return time.perf_counter_ns()
+
+    def between(self, first: Any, last: Any) -> int:
+        """Return the nanoseconds between two stamps, on the device that worked longest. Waits for the devices."""
+        if not self._by_events:
+            return int(last - first)
+        for event in last:  # an event has no time before the device has passed it
+            event.synchronize()
+        return max(int(begin.elapsed_time(end) * 1e6) for begin, end in zip(first, last, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Level:
     """The readings at one boundary of a step."""
 
     what: str
-    """`begin`, `forward`, `forwarded`, `backward` or `end`: what begins or has ended there; `returned` between the
-    model's forward and the backward; or `cast`, `trial`, `tried`, `shown` or `kept`, see `engines.trials`."""
+    """One of the marks above."""
     block: str
     """Name of the block; empty for `begin` and `end`."""
     has_graph: bool = True
@@ -66,36 +107,41 @@ class Levels:
     def __init__(self, reader: Reader | None = None, clock: Clock | None = None) -> None:
         self.reader = reader
         self._clock = clock
-        self._found: list[tuple[Level, Any]] = []
+        self._marked: list[tuple[Level, Any]] = []
         """Each boundary with its time stamp."""
 
     def mark(
         self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None, freed: Freed = NOTHING
     ) -> None:
-        """Record a boundary; see `Level`. Backward threads of several devices take turns."""
-        read = (0, 0) if self.reader is None else self.reader.read()
+        """Record a boundary; see `Level`. `attach.boundaries` lets only one thread at a time call it."""
+        alive_bytes, peak_bytes = (0, 0) if self.reader is None else self.reader.read()
         stamp = None if self._clock is None else self._clock.stamp()
-        self._found.append((Level(what, block, has_graph, *read, action=action, freed=freed), stamp))
+        self._marked.append((Level(what, block, has_graph, alive_bytes, peak_bytes, 0, action, freed), stamp))
+
+    def stop(self) -> None:
+        """Stop reading memory, which slows down what follows."""
+        if self.reader is not None:
+            self.reader.stop()
 
     @property
     def last(self) -> str:
         """What the last boundary is; empty before the first."""
-        return self._found[-1][0].what if self._found else ""
+        return self._marked[-1][0].what if self._marked else ""
 
     def levels(self) -> tuple[Level, ...]:
         """Return all boundaries, with the times between them. Waits for an accelerator."""
         if self._clock is None:
-            return tuple(level for level, _ in self._found)
-        before = self._found[:1] + self._found[:-1]
+            return tuple(level for level, _ in self._marked)
+        before = self._marked[:1] + self._marked[:-1]
         return tuple(
             dataclasses.replace(level, nanoseconds=self._clock.between(earlier, stamp))
-            for (_, earlier), (level, stamp) in zip(before, self._found, strict=True)
+            for (_, earlier), (level, stamp) in zip(before, self._marked, strict=True)
         )
 
     def nanoseconds(self) -> int:
         """Return the time from the first boundary to the last. Waits for an accelerator."""
         assert self._clock is not None
-        return self._clock.between(self._found[0][1], self._found[-1][1])
+        return self._clock.between(self._marked[0][1], self._marked[-1][1])
 
 
 def reader_for(devices: Collection[torch.device], *holders: Holder) -> Reader:
@@ -105,10 +151,12 @@ def reader_for(devices: Collection[torch.device], *holders: Holder) -> Reader:
         devices: the devices of the model. Accelerators among them are measured, or else the CPU.
         holders: what holds tensors that are already alive, if tensors must be counted.
     """
-    there = compat.devices.accelerators(devices)
-    if there and all(map(keeps_statistics, there)):
-        return PeakMeter(there)
-    return LiveBytes(*holders, device=there[0].type if there else "cpu")
+    accelerators = compat.devices.accelerators(devices)
+    if not accelerators:
+        return LiveBytes(*holders, device="cpu")
+    if all(map(keeps_statistics, accelerators)):
+        return PeakMeter(accelerators)
+    return LiveBytes(*holders, device=accelerators[0].type)
 
 
 def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:
@@ -119,35 +167,21 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     """
     if not levels or levels[0].what != "begin" or levels[-1].what != "end":
         return None
-    forwards: dict[CallName, int] = {}
-    backwards: dict[CallName, int] = {}
-    """Calls, and the places where their forward and their backward begin."""
-    seen: collections.Counter[str] = collections.Counter()
-    waiting: list[CallName] = []
-    for place, level in enumerate(levels):
-        if level.what == "forward":
-            if backwards or levels[place + 1].what != "forwarded":
-                return None
-            name = level.block, seen[level.block]
-            seen[level.block] += 1
-            forwards[name] = place
-            if levels[place + 1].has_graph:
-                waiting.append(name)
-        elif level.what == "backward":
-            while waiting and waiting[-1][0] != level.block:  # calls without a backward
-                waiting.pop()
-            if not waiting:
-                return None
-            backwards[waiting.pop()] = place
-    if not backwards:
+    places = _places_of_calls(levels)
+    if places is None:
         return None
+    forwards, backwards = places
     first_backward = min(backwards.values())
+    next_places = [*forwards.values(), first_backward][1:]
     calls = []
-    for (name, place), following in zip(forwards.items(), [*forwards.values(), first_backward][1:], strict=True):
-        forward = part_of(levels, place, place + 1)
-        behind = Part() if following == first_backward else part_of(levels, place + 1, following)
-        call = Call(name, levels[place].has_graph, forward, behind, None)
-        calls.append(_with_backward(call, levels, backwards[name]) if name in backwards else call)
+    for (name, place), next_place in zip(forwards.items(), next_places, strict=True):
+        until_next = Part()
+        if next_place != first_backward:
+            until_next = part_of(levels, place + 1, next_place)
+        call = Call(name, levels[place].has_graph, part_of(levels, place, place + 1), until_next, None)
+        if name in backwards:
+            call = _with_backward(call, levels, backwards[name])
+        calls.append(call)
     return Step(
         start_bytes=levels[0].bytes,
         before=part_of(levels, 0, min(forwards.values())),
@@ -159,9 +193,37 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     )
 
 
+def _places_of_calls(levels: Sequence[Level]) -> tuple[dict[CallName, int], dict[CallName, int]] | None:
+    """The calls of a step: where their forwards begin, and where their backwards begin; None as for `step_of`."""
+    forwards: dict[CallName, int] = {}
+    backwards: dict[CallName, int] = {}
+    numbers: collections.Counter[str] = collections.Counter()
+    """Block -> its calls so far."""
+    with_graph: list[CallName] = []
+    """Calls whose backward has not come, in the order of their forwards."""
+    for place, level in enumerate(levels):
+        if level.what == "forward":
+            if backwards or levels[place + 1].what != "forwarded":  # it raised, or blocks run in threads
+                return None
+            name = level.block, numbers[level.block]
+            numbers[level.block] += 1
+            forwards[name] = place
+            if levels[place + 1].has_graph:
+                with_graph.append(name)
+        elif level.what == "backward":
+            later_calls = [number for number, (block, _) in enumerate(with_graph) if block == level.block]
+            if not later_calls:
+                return None
+            # Calls behind it whose results the loss did not use have no backward.
+            backwards[with_graph[later_calls[-1]]] = place
+            del with_graph[later_calls[-1] :]
+    return (forwards, backwards) if backwards else None
+
+
 def _head(levels: Sequence[Level], forwarded: int, backward: int) -> tuple[Part, Part]:
     """What runs between the last forward and the first backward of blocks: see `Step.head`."""
     ends = [place for place in range(forwarded, backward) if levels[place].what == "returned"]
+    # A loss of several forwards, as in DPO, has several ends. A model whose forward is not called has none.
     returned = ends[-1] if ends else forwarded
     rest = part_of(levels, returned, backward)
     above = max(level.peak_bytes for level in levels[returned + 1 : backward + 1]) - levels[backward].bytes
@@ -171,30 +233,46 @@ def _head(levels: Sequence[Level], forwarded: int, backward: int) -> tuple[Part,
 def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
     """The call with its backward, which begins at the place `first`, and with the trials in it."""
     end = next(place for place in range(first + 1, len(levels)) if levels[place].what in ("backward", "end"))
-    arrives = levels[first].bytes
-    whole = part_of(levels, first, end)
-    trials: dict[Action, Trial] = {}
-    for place in range(first + 4, end):
-        level = levels[place]
-        if level.what not in ("shown", "kept") or level.block != call.name[0] or level.action is None:
-            continue
-        cast, begins, tried = levels[place - 3 : place]
-        kept = tried.bytes - cast.bytes
-        arrival = begins.bytes - arrives
-        rest = part_of(levels, place, end)
-        trials[level.action] = Trial(
-            forward_peak=tried.peak_bytes - begins.bytes,
-            kept=kept,
-            later=level.bytes - begins.bytes - kept,
-            backward_peak=rest.peak + arrival if level.what == "kept" else None,
-            arrival=arrival,
-            freed=level.freed,
-            forward_nanoseconds=tried.nanoseconds,
-            backward_nanoseconds=rest.nanoseconds,
-        )
-    if trials:  # they are no part of the backward
-        whole = dataclasses.replace(whole, peak=max(levels[first + 1].peak_bytes, levels[end].peak_bytes) - arrives)
-    return dataclasses.replace(call, backward=whole, trials=trials)
+    backward = part_of(levels, first, end)
+    trials = {}
+    for place in range(first, end):
+        action = levels[place].action
+        # A block inside a running block has trials of its own, which belong to no call.
+        if levels[place].what in ("shown", "kept") and levels[place].block == call.name[0] and action is not None:
+            trials[action] = _trial(levels, first, place, end)
+    if trials:
+        # The peaks of the trials are no part of the backward, but what runs before the first and after the last is. The
+        # bytes alive at the end are right, since trials are freed. A backward after `kept` is not that of `full`: only
+        # the trials of such a step are used.
+        peak = max(levels[first + 1].peak_bytes, levels[end].peak_bytes)
+        backward = dataclasses.replace(backward, peak=peak - levels[first].bytes)
+    return dataclasses.replace(call, backward=backward, trials=trials)
+
+
+def _trial(levels: Sequence[Level], first: int, last: int, end: int) -> Trial:
+    """What a trial has shown, whose marks are the four up to the place `last`: see `engines.trials`.
+
+    Args:
+        levels: of the step.
+        first: where the backward of the block begins.
+        last: the mark `shown` or `kept`.
+        end: where the backward of the block ends.
+    """
+    cast, trial, tried, ended = levels[last - 3 : last + 1]
+    kept = tried.bytes - cast.bytes  # autocast's cache is full at both, so its copies of weights cancel out
+    arrival = trial.bytes - levels[first].bytes
+    rest = part_of(levels, last, end)
+    backward_peak = rest.peak + arrival if ended.what == "kept" else None
+    return Trial(
+        forward_peak=tried.peak_bytes - trial.bytes,
+        kept=kept,
+        kept_casts=ended.bytes - trial.bytes - kept,
+        backward_peak=backward_peak,
+        arrival=arrival,
+        freed=ended.freed,
+        forward_nanoseconds=tried.nanoseconds,
+        backward_nanoseconds=rest.nanoseconds,
+    )
 
 
 def part_of(levels: Sequence[Level], first: int, last: int) -> Part:

@@ -74,21 +74,25 @@ def spare_bytes(devices: Iterable[torch.device]) -> int | None:
     """Return how many bytes beyond its highest peak a model on these devices may use for something optional.
 
     On accelerators that is all that the peak leaves on the fullest one, or None if torch does not report it. On a CPU
-    it is half of the memory that is available now.
+    it is half of the memory that is available now, because other processes need some of it, too.
     """
     there = compat.devices.accelerators(devices)
     if all(compat.devices.shares_host_memory(device.type) for device in there):
         return device_memory(0, there).available_bytes // 2
     try:
-        left = [_memory_of(device).available_bytes - _highest_bytes(device) for device in there]
+        left = []
+        for device in there:
+            _restart(device)  # so that `highest` has the peak until now
+            left.append(_memory_of(device).available_bytes - highest[device])
+        return min(left)
     except RuntimeError:
         return None
-    return min(left)
 
 
 def _memory_of(device: torch.device, held_bytes: int = 0) -> DeviceMemory:
     """Read the memory of an accelerator. Raises RuntimeError if torch does not tell it for this device."""
     free, total = compat.devices.memory_info(device)
+    # What the allocator has reserved is not free to the driver, but this process may use it.
     with contextlib.suppress(RuntimeError):  # an allocator without statistics
         held_bytes = compat.devices.allocator_bytes(device).reserved
     return DeviceMemory(total, free + held_bytes)
@@ -109,15 +113,18 @@ def _container_memory() -> tuple[int, int]:
 # --- peaks ------------------------------------------------------------------------------------------------------------
 
 _meters: weakref.WeakSet[PeakMeter] = weakref.WeakSet()
-_highest: collections.Counter[torch.device] = collections.Counter()
+highest: collections.Counter[torch.device] = collections.Counter()
 """Device -> the highest peak that its allocator had when it was reset."""
 
 
 def keeps_statistics(device: torch.device) -> bool:
-    """Whether the allocator of an accelerator reports its peaks. Warns once if it does not."""
+    """Whether the allocator of an accelerator reports its peaks. Warns once if it does not.
+
+    torch does not tell in advance, so a peak is read and reset, as at any boundary.
+    """
     try:
         _restart(device)
-    except RuntimeError as error:  # torch does not tell in advance
+    except RuntimeError as error:
         warn_once(
             log,
             "hf_ckpt: the allocator of %s reports no peaks (%s). So peaks are not logged, and the policies `budget` "
@@ -136,19 +143,16 @@ def _restart(device: torch.device) -> int:
     """
     statistics = compat.devices.allocator_bytes(device)
     compat.devices.reset_peak(device)
-    for peaks in (_highest, *(meter.peaks for meter in _meters)):
+    # Whoever reads next would not see this peak any more, so all others are given it.
+    for peaks in (highest, *(meter.peaks for meter in _meters)):
         peaks[device] = max(peaks[device], statistics.peak)
     return statistics.current
 
 
-def _highest_bytes(device: torch.device) -> int:
-    """Return the highest peak so far. Raises RuntimeError if the allocator keeps no statistics."""
-    _restart(device)
-    return _highest[device]
-
-
 class PeakMeter(Reader):
     """The `Reader` of the allocators of accelerators, and the peak of a process on a CPU.
+
+    A window is the time between two reads.
 
     Unknown figures are None, never 0. Reading allocators does not wait; each boundary of a step costs one read of the
     statistics and one reset of the peak per device. Several devices are added up.

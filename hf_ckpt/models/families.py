@@ -7,8 +7,10 @@ recomputed as a whole, and how to make a small random model. No other file names
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from hf_ckpt.errors import HfCkptError
 
 Depths = Mapping[str, tuple[str, ...]]
 """Stack name -> the config keys that may hold the stack's number of blocks, in the order of lookup."""
@@ -29,8 +31,10 @@ class TinyModel:
     """Name of its config class in transformers."""
     model: str
     """Name of its model class in transformers, which decides the task."""
-    keys: Callable[[int, int, float], dict[str, Any]]
-    """Returns the config's keys from the number of blocks in a stack, the hidden size, and the dropout probability."""
+    dropouts: tuple[str, ...] = ()
+    """The config keys that hold a dropout probability."""
+    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further config keys, beside the sizes."""
     labels: str = "tokens"
     """What the labels are: `tokens` of the input, a class for each `sequence`, or the tokens of a `target` sequence."""
 
@@ -97,7 +101,7 @@ def register_family(family: Family) -> None:
 
 def family_of(config: Any) -> Family | None:
     """Return the row of a config, by its `model_type`; None for models of no known family."""
-    model_type = str(getattr(config, "model_type", ""))
+    model_type = str(getattr(config, "model_type", ""))  # code from the hub may have none
     return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
 
 
@@ -108,19 +112,18 @@ def depth_keys(config: Any, stack: str) -> list[str]:
     """
     family = family_of(config)
     depths = GENERIC_DEPTHS if family is None else family.depths
-    stored = (
-        key for key in depths.get(stack, _DEPTH_OF_ALL) if not isinstance(getattr(type(config), key, None), property)
-    )
+    keys = depths.get(stack, _DEPTH_OF_ALL)
+    stored = [key for key in keys if not isinstance(getattr(type(config), key, None), property)]
     return [key for key in stored if isinstance(getattr(config, key, None), int)]
 
 
-def learned_positions(config: Any) -> int | None:
-    """Return how many positions a model has learned embeddings for; None if it computes them, or if unknown."""
+def refuse_long(config: Any, tokens: int, name: str) -> None:
+    """Raise `HfCkptError` if the model of this name has learned embeddings for fewer positions than `tokens`."""
     family = family_of(config)
-    most = getattr(config, "max_position_embeddings", None)
-    if family is None or config.model_type not in family.learned_positions or not isinstance(most, int):
-        return None
-    return most
+    most = getattr(config, "max_position_embeddings", None) or tokens
+    # Beyond these, the embedding has no row, and the run would end in an IndexError.
+    if family is not None and config.model_type in family.learned_positions and tokens > most:
+        raise HfCkptError(f"{name} has positions for {most} tokens, but {tokens} are asked for.")
 
 
 for _row in (
@@ -128,38 +131,14 @@ for _row in (
         name="llama",
         model_types=("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
         stacks=(("decoder", "layers"),),
-        tiny=TinyModel(
-            "LlamaConfig",
-            "LlamaForCausalLM",
-            lambda layers, hidden, dropout: {
-                "hidden_size": hidden,
-                "intermediate_size": 2 * hidden,
-                "num_hidden_layers": layers,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "attention_dropout": dropout,
-                "max_position_embeddings": 512,
-            },
-        ),
+        tiny=TinyModel("LlamaConfig", "LlamaForCausalLM", ("attention_dropout",)),
     ),
     Family(
         name="gpt2",
         model_types=("gpt2", "gpt_neo", "gptj"),
         stacks=(("decoder", "h"),),
         learned_positions=("gpt2", "gpt_neo"),
-        tiny=TinyModel(
-            "GPT2Config",
-            "GPT2LMHeadModel",
-            lambda layers, hidden, dropout: {
-                "n_embd": hidden,
-                "n_layer": layers,
-                "n_head": 4,
-                "n_positions": 512,
-                "attn_pdrop": dropout,
-                "embd_pdrop": dropout,
-                "resid_pdrop": dropout,
-            },
-        ),
+        tiny=TinyModel("GPT2Config", "GPT2LMHeadModel", ("attn_pdrop", "embd_pdrop", "resid_pdrop")),
     ),
     Family(
         name="gpt_neox",
@@ -174,15 +153,8 @@ for _row in (
         tiny=TinyModel(
             "BertConfig",
             "BertForSequenceClassification",
-            lambda layers, hidden, dropout: {
-                "hidden_size": hidden,
-                "intermediate_size": 2 * hidden,
-                "num_hidden_layers": layers,
-                "num_attention_heads": 4,
-                "attention_probs_dropout_prob": dropout,
-                "hidden_dropout_prob": dropout,
-                "num_labels": 2,
-            },
+            ("attention_probs_dropout_prob", "hidden_dropout_prob"),
+            {"num_labels": 2},
             labels="sequence",
         ),
     ),
@@ -194,17 +166,8 @@ for _row in (
         tiny=TinyModel(
             "T5Config",
             "T5ForConditionalGeneration",
-            lambda layers, hidden, dropout: {
-                "d_model": hidden,
-                "d_ff": 2 * hidden,
-                "d_kv": hidden // 4,
-                "num_layers": layers,
-                "num_decoder_layers": layers,
-                "num_heads": 4,
-                "dropout_rate": dropout,
-                "feed_forward_proj": "gated-gelu",
-                "decoder_start_token_id": 0,
-            },
+            ("dropout_rate",),
+            {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
             labels="target",
         ),
     ),

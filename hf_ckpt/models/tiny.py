@@ -13,8 +13,8 @@ VOCABULARY = 320
 """Entries of the vocabulary: 256 bytes and the special tokens, rounded up."""
 FAMILIES = tuple(row.name for row in families.FAMILIES.values() if row.tiny is not None)
 """Names of the families that have small models."""
-SPECIAL_TOKENS = ("<pad>", "</s>", "<s>", "<unk>", "<mask>", "<cls>", "<sep>")
-"""The first tokens of the vocabulary, in the order of their ids from 0."""
+FIRST_TOKEN = 7
+"""The least token in random batches. The special tokens come before it."""
 
 
 def tiny_model(
@@ -39,14 +39,29 @@ def tiny_model(
         dtype: type of the parameters.
         seed: seed of the initialisation.
         overrides: further keys of the family's config.
-
-    Raises `ValueError` for a family that has no small models.
     """
-    tiny = _row(family)
+    tiny = families.FAMILIES[family].tiny
+    assert tiny is not None
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    config = getattr(transformers, tiny.config)(**tokens | tiny.keys(layers, hidden, dropout) | overrides)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "d_ff": 2 * hidden,  # T5
+        "d_kv": hidden // 4,
+        "num_decoder_layers": layers,
+    }
+    config_class = getattr(transformers, tiny.config)
+    default = config_class()
+    # A config stores what it has no key for, too, and `num_decoder_layers` would then count the blocks of LLaMA.
+    sizes = {config_class.attribute_map.get(key, key): size for key, size in sizes.items() if hasattr(default, key)}
+    dropouts = dict.fromkeys(tiny.dropouts, dropout)
+    config = config_class(**{**tokens, **sizes, **dropouts, **tiny.keys, **overrides})
     config._attn_implementation = attention
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # transformers initialises weights with the default generator only
     model: transformers.PreTrainedModel = getattr(transformers, tiny.model)(config).to(dtype)
     if model.loss_type is None:  # transformers cannot derive it from GPT-2's class name, and warns in every run
         model.loss_type = "ForCausalLM"
@@ -57,41 +72,21 @@ def tiny_batch(family: str, *, batch: int = 2, tokens: int = 16, seed: int = 0) 
     """Make random inputs for a small model: `input_ids` and `attention_mask` [batch, tokens], and `labels`.
 
     The labels are [batch, tokens] of the same tokens for a causal LM, [batch] classes for a classifier, and
-    [batch, tokens // 2] of other tokens for seq2seq. Raises `ValueError` for a family that has no small models.
+    [batch, tokens // 2] of other tokens for seq2seq.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(len(SPECIAL_TOKENS), VOCABULARY, (batch, tokens), generator=generator)
+    ids = torch.randint(FIRST_TOKEN, VOCABULARY, (batch, tokens), generator=generator)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    labels = _row(family).labels
-    if labels == "tokens":
+    tiny = families.FAMILIES[family].tiny
+    if tiny is None or tiny.labels == "tokens":
         return {**inputs, "labels": ids.clone()}
-    if labels == "sequence":
+    if tiny.labels == "sequence":
         return {**inputs, "labels": torch.randint(0, 2, (batch,), generator=generator)}
-    target = torch.randint(len(SPECIAL_TOKENS), VOCABULARY, (batch, tokens // 2), generator=generator)
+    target = torch.randint(FIRST_TOKEN, VOCABULARY, (batch, tokens // 2), generator=generator)
     return {**inputs, "labels": target}
 
 
-def _row(family: str) -> families.TinyModel:
-    """Return how to make a family's small model. Raises `ValueError` if unknown."""
-    row = families.FAMILIES.get(family)
-    if row is None or row.tiny is None:
-        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, but is {family!r} instead.")
-    return row.tiny
-
-
-def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Make a tokenizer whose tokens are the 256 bytes, after the special tokens. It needs no file and no training."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B:1 </s>:1", special_tokens=[("</s>", vocabulary["</s>"])]
-    )
-    roles = [f"{role}_token" for role in ("pad", "eos", "bos", "unk", "mask", "cls", "sep")]
-    special = dict(zip(roles, SPECIAL_TOKENS, strict=True))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **special)
+def byte_tokenizer() -> transformers.PreTrainedTokenizer:
+    """Make a tokenizer whose tokens are the 256 bytes, after `<pad>`, `</s>` and `<unk>`. It needs no file."""
+    # Further tokens fill the vocabulary: a random model generates all of them, and each must have a text.
+    return transformers.ByT5Tokenizer(extra_ids=VOCABULARY - 259, model_max_length=512)

@@ -1,10 +1,14 @@
-"""Chooses the fastest actions within a limit. Pure functions that do not import torch.
+"""Finds the fastest plan within a budget, or the one with the lowest peak. Pure functions that do not import torch.
 
 Every moment of a step needs the bytes that the calls so far have left, plus bytes of its own. So the table of a batch
-is made from the last call to the first: each way to run the calls behind a place has its time, and the bytes that it
+is made from the last call to the first: each way to run the calls from a place on has its time, and the bytes that it
 needs above those alive before them. A way that is slower and needs more than another is dropped. At the first call, the
 rest are the fastest plans for every limit there is; a limit only selects one of them, so a larger limit never costs
 time. If a place has more than `WIDTH` ways, ways of about the same time are dropped, too.
+
+A way needs bytes at two kinds of moments: before the model's forward ends, when casts of weights that the calls before
+it use are alive, too, and after that. These casts depend on the actions before the way, which are not chosen yet. So
+the two numbers of a way are compared for several shares of the most that they can be.
 
 Bytes are exact. Times are exact up to `WIDTH` ways, and good to a small share of what recomputation costs beyond.
 """
@@ -12,19 +16,25 @@ Bytes are exact. Times are exact up to `WIDTH` ways, and good to a small share o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import numpy.typing
 
-from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs, timeline
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs, step_nanoseconds, timeline
+from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.spec.actions import KEEP, Action
+from hf_ckpt.spec.plan import Plan, Prediction
+from hf_ckpt.units import format_bytes
 
+NEARLY = 1.02
+"""If no plan fits, the plan may need this multiple of the lowest peak: the last percents of memory cost most time."""
 WIDTH = 1000
-"""Most ways to run the calls behind a place that are kept."""
+"""Most ways to run the calls from a place on that are kept."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the calls so far that are assumed to free memory when the forward ends, to compare the ways behind."""
+"""Shares of the calls so far that are assumed to free memory when the forward ends, to compare ways."""
 _NOTHING = -(2**61)
 """Bytes that nothing needs; far below all others, and above half of the smallest int64."""
 Numbers = numpy.typing.NDArray[numpy.int64]
@@ -39,10 +49,10 @@ class _Option(NamedTuple):
     """Most bytes of the backward, including all others alive then, above those that the calls before keep."""
     kept: int
     """Bytes kept until the backward."""
-    lent: int = 0
+    forward_only: int = 0
     """Further bytes left until the model's forward ends."""
-    nanoseconds: int = 0
-    """Time, multiplied so that the position of the action in `Costs.actions` decides between equally fast ones."""
+    time: int = 0
+    """Nanoseconds, multiplied so that of equally fast actions the first in `Costs.actions` wins."""
 
 
 def fastest(costs: Costs, limit: int) -> Choice | None:
@@ -53,7 +63,8 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
     """
     table = _table(costs)
     for place, peak in enumerate(table.peaks):
-        if peak <= limit or (peak <= limit + table.more and table.exact_peak(place) <= limit):
+        # The exact peak takes a walk over all calls, so it is computed only where it may decide.
+        if peak <= limit or (peak <= limit + table.excess_bytes and table.exact_peak(place) <= limit):
             return table.choice(place)
     return None
 
@@ -61,7 +72,7 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
 def lowest_peak(costs: Costs) -> int:
     """The lowest peak of all choices, in bytes."""
     table = _table(costs)
-    near = [place for place, peak in enumerate(table.peaks) if peak <= table.peaks[-1] + table.more]
+    near = [place for place, peak in enumerate(table.peaks) if peak <= table.peaks[-1] + table.excess_bytes]
     return min(map(table.exact_peak, near))
 
 
@@ -70,32 +81,44 @@ class _Table:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._steps: list[tuple[Numbers, Numbers]] = []
-        """For each call, last call first, and each way to run it and what is behind: the number of the action, and
-        which of the ways behind."""
+        self._ways: list[tuple[Numbers, Numbers]] = []
+        """For each part of the step, from the last to the first, and each way to run it and what follows: the number of
+        the action, and which of the ways of the part that follows."""
         stages = list(_stages(costs))
-        lent = numpy.cumsum([0, *(max(option.lent for option in stage) for stage in stages)])
-        time, alive, level = (numpy.array([first], dtype=numpy.int64) for first in (0, _NOTHING, _NOTHING))
+        most_before = numpy.cumsum([0, *(max(option.forward_only for option in stage) for stage in stages)])
+        """Most bytes that all parts before a part have left until the forward ends."""
+        time = numpy.array([0], dtype=numpy.int64)
+        in_forward = numpy.array([_NOTHING], dtype=numpy.int64)
+        """For each way, most bytes alive before the model's forward ends, above what the parts before it have left."""
+        in_backward = numpy.array([_NOTHING], dtype=numpy.int64)
+        """The same afterwards."""
         for number in range(len(stages) - 1, -1, -1):
             columns: Any = numpy.array(stages[number], dtype=numpy.int64).T[:, :, None]
-            forward, backward, kept, lends, spent = columns
+            forward, backward, kept, forward_only, spent = columns
             width = len(time)
             time = (spent + time).ravel()
-            alive = numpy.maximum(forward, kept + lends + alive).ravel()
-            level = numpy.maximum(backward, kept + level).ravel()
-            fronts = [_front(time, numpy.maximum(alive + lent[round(s * number)], level), WIDTH) for s in _SHARES]
-            ways = numpy.unique(numpy.concatenate([*fronts, _front(alive, level)] if lent[-1] else fronts[:1]))
-            self._steps.append((ways // width, ways % width))
-            time, alive, level = time[ways], alive[ways], level[ways]
-        peaks = numpy.maximum(numpy.maximum(alive, level), costs.static.beside)
+            in_forward = numpy.maximum(forward, kept + forward_only + in_forward).ravel()
+            in_backward = numpy.maximum(backward, kept + in_backward).ravel()
+            fronts = []
+            for share in _SHARES if most_before[-1] else _SHARES[:1]:
+                before = most_before[round(share * number)]
+                fronts.append(_front(time, numpy.maximum(in_forward + before, in_backward), WIDTH))
+            if most_before[-1]:  # the ways with the lowest peaks must stay, whatever comes before them
+                fronts.append(_front(in_forward, in_backward))
+            ways = numpy.unique(numpy.concatenate(fronts))
+            self._ways.append((ways // width, ways % width))
+            time = time[ways]
+            in_forward = in_forward[ways]
+            in_backward = in_backward[ways]
+        peaks = numpy.maximum(numpy.maximum(in_forward, in_backward), costs.static.optimizer_peak_bytes)
         self._order = _front(time, peaks)
         self.peaks: list[int] = peaks[self._order].tolist()
         """The peak of each plan, in bytes; the last is the lowest. What a call keeps or not depending on the actions of
         other calls counts as kept."""
-        self.more = sum(
+        self.excess_bytes = sum(
             max(cost.shared_bytes + cost.rebuilt_bytes for cost in call.costs.values()) for call in costs.calls
         )
-        """Bytes by which these may be too high."""
+        """By how much these may be too high."""
 
     def exact_peak(self, place: int) -> int:
         """The peak of a plan, in bytes."""
@@ -103,16 +126,17 @@ class _Table:
 
     def choice(self, place: int) -> Choice:
         """The actions of a plan."""
-        way, actions = int(self._order[place]), []
-        # The first and the last step are what runs before the calls, and the head.
-        for call, (number, behind) in zip((None, *self._costs.calls), reversed(self._steps[1:]), strict=True):
+        way = int(self._order[place])
+        actions = []
+        # The first and the last part of the step have no choice: what runs before the calls, and the head.
+        for call, (number, following) in zip((None, *self._costs.calls), reversed(self._ways[1:]), strict=True):
             if call is not None:
                 actions.append(_least_first(call)[number[way]][0])
-            way = behind[way]
+            way = following[way]
         return tuple(actions)
 
 
-_table = functools.lru_cache(maxsize=64)(_Table)
+_table = functools.lru_cache(maxsize=64)(_Table)  # a planner asks for many limits of the same `Costs` object
 
 
 def _front(first: Numbers, second: Numbers, width: int | None = None) -> Numbers:
@@ -121,7 +145,7 @@ def _front(first: Numbers, second: Numbers, width: int | None = None) -> Numbers
     If there are more than `width`, the range of first numbers is divided into as many parts, and the last pair of each
     stays.
     """
-    order = numpy.lexsort((second, first))
+    order = numpy.lexsort((second, first))  # by the first number, and of equal ones by the second
     values = second[order]
     least = numpy.minimum.accumulate(values)
     front: Numbers = order[numpy.concatenate([[True], values[1:] < least[:-1]])]
@@ -134,25 +158,173 @@ def _front(first: Numbers, second: Numbers, width: int | None = None) -> Numbers
 
 def _stages(costs: Costs) -> Iterator[list[_Option]]:
     """The parts of a step in the order of the forward, with their backward; see `timeline`."""
-    alive, done = costs.resident_bytes, sum(call.gradient_bytes for call in costs.calls)
-    yield [_Option(alive + costs.before.peak, alive + costs.before.net, costs.before.net)]
-    ranks = {action: rank for rank, action in enumerate(costs.actions)}
+    resident = costs.resident_bytes
+    yield [_Option(resident + costs.before.peak, resident + costs.before.net, costs.before.net)]
+    gradients = sum(call.gradient_bytes for call in costs.calls)
+    """Gradients of the calls from this one on, which are there when its backward has ended."""
     for call in costs.calls:
-        done -= call.gradient_bytes
-        behind = alive + costs.at_backward_bytes + done
-        """Bytes alive in the backward beside those that the calls so far keep."""
+        gradients -= call.gradient_bytes
+        beside = resident + costs.at_backward_bytes + gradients
         options = []
         for action, cost in _least_first(call):
             kept = cost.kept_bytes
-            needs = alive + cost.forward.peak, behind + kept + cost.backward.peak
             spent = cost.forward.nanoseconds + cost.backward.nanoseconds
-            time = spent * len(ranks) * len(costs.calls) + ranks[action]
-            options.append(_Option(*needs, kept, cost.lent_bytes, time))
+            option = _Option(
+                forward=resident + cost.forward.peak,
+                backward=beside + kept + cost.backward.peak,
+                kept=kept,
+                forward_only=cost.forward_only_bytes,
+                # The sum of all positions is less than this factor, so that they decide only between equal times.
+                time=spent * len(costs.actions) * len(costs.calls) + costs.actions.index(action),
+            )
+            options.append(option)
         yield options
     forward, backward = costs.head
-    yield [_Option(alive + forward.peak, alive + forward.net + backward.peak, 0)]
+    yield [_Option(resident + forward.peak, resident + forward.net + backward.peak, 0)]
 
 
 def _least_first(call: CallCosts) -> list[tuple[Action, Cost]]:
     """The actions of a call and their costs; those that keep least come first."""
     return sorted(call.costs.items(), key=lambda pair: pair[1].kept_bytes)
+
+
+# --- plans for a budget -----------------------------------------------------------------------------------------------
+
+
+def plan_within(candidates: Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
+    """The fastest plan whose predicted peak is at most `budget_bytes`.
+
+    Args:
+        candidates: costs of the same step, to plan with; of equally fast ones, the first is taken.
+        budget_bytes: the peak that is allowed.
+        device: what it was planned for: a row of the table of devices, or the name of the device that trains.
+
+    Raises `InfeasibleError` if no plan fits, with what fills the lowest peak and what would lower it.
+    """
+    return plan_of(*choice_within(candidates, budget_bytes), budget_bytes, device)
+
+
+def choice_within(candidates: Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choice]:
+    """The candidate and the choice of actions of the fastest plan within a budget.
+
+    Takes the arguments of `plan_within`, and raises `InfeasibleError` like it.
+    """
+    choices = [(costs, choice) for costs in candidates if (choice := fastest(costs, budget_bytes)) is not None]
+    if not choices:
+        raise _infeasible(min(candidates, key=lowest_peak), budget_bytes)
+    return min(choices, key=lambda pair: step_nanoseconds(*pair))
+
+
+def best_plan(candidates: Sequence[Costs], budget_bytes: int, device: str = "") -> tuple[Plan, Sequence[str]]:
+    """The plan of `plan_within`; if none fits, the fastest that is near the lowest peak, and what would lower that.
+
+    A block that is called several times needs the same action in all its calls, which `plan_within` cannot ensure,
+    because it chooses call by call. Then the first blocks get one action, and the rest another.
+    """
+    names = {call.block.name for call in candidates[0].calls}
+    if len(names) == len(candidates[0].calls):
+        try:
+            return plan_within(candidates, budget_bytes, device), ()
+        except InfeasibleError as error:
+            most = round(NEARLY * error.floor_bytes)
+            return plan_of(*choice_within(candidates, most), budget_bytes, device), error.hints
+    in_runs = [(costs, choice) for costs in candidates for choice in _in_two_runs(costs)]
+    peaks = [timeline(*pair).peak_bytes for pair in in_runs]
+    hints = []
+    most = budget_bytes
+    if min(peaks) > budget_bytes:
+        hints = [_fewer_tokens(candidates[0])]
+        most = round(NEARLY * min(peaks))
+    fitting = [pair for pair, peak in zip(in_runs, peaks, strict=True) if peak <= most]
+    return plan_of(*min(fitting, key=lambda pair: step_nanoseconds(*pair)), budget_bytes, device), hints
+
+
+def _in_two_runs(costs: Costs) -> Iterator[Choice]:
+    """The choices with one action for the first blocks, and the same or one that keeps more for the rest."""
+    names = dict.fromkeys(call.block.name for call in costs.calls)
+    places = {name: place for place, name in enumerate(names)}
+    # `costs.actions` begins with what keeps most, and so does each pair.
+    for rest, first in itertools.combinations_with_replacement(map(costs.uniform, costs.actions), 2):
+        for number in range(len(places)):
+            yield tuple(
+                first[place] if places[call.block.name] < number else rest[place]
+                for place, call in enumerate(costs.calls)
+            )
+
+
+def peak_of_least(candidates: Sequence[Costs]) -> int:
+    """The lowest peak of any plan, in bytes."""
+    return min(map(lowest_peak, candidates))
+
+
+def frontier(candidates: Sequence[Costs], points: int = 24) -> dict[int, Plan]:
+    """Peak in bytes -> the fastest plan for it, for budgets from the lowest peak to that of no checkpointing, in even
+    steps.
+
+    Args:
+        candidates: costs of the same step, to plan with.
+        points: how many budgets; several may have one plan.
+    """
+    low = peak_of_least(candidates)
+    high = max(low, timeline(candidates[0], candidates[0].uniform(KEEP)).peak_bytes)
+    plans = [plan_within(candidates, low + (high - low) * number // max(points - 1, 1)) for number in range(points)]
+    # Of equally fast plans, that with the lowest peak stays.
+    by_seconds = {plan.prediction.step_seconds: plan for plan in reversed(plans) if plan.prediction}
+    return {plan.prediction.peak_bytes: plan for plan in reversed(by_seconds.values()) if plan.prediction}
+
+
+def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
+    """The plan that gives every call its chosen action, with the predicted cost.
+
+    Args:
+        costs: of the step.
+        choice: the action of every call.
+        budget_bytes: the peak that was allowed; None without a budget.
+        device: what it was planned for: a row of the table of devices, or the name of the device that trains.
+    """
+    moments = timeline(costs, choice)
+    prediction = Prediction(
+        peak_bytes=moments.peak_bytes,
+        step_seconds=step_nanoseconds(costs, choice) / 1e9,
+        tokens=costs.tokens * costs.accumulation,
+        parts=tuple(moments.worst.parts().items()),
+        budget_bytes=budget_bytes,
+        device=device,
+    )
+    chosen = {call.block: action for call, action in zip(costs.calls, choice, strict=True)}
+    pairs = tuple((block, chosen.get(block, KEEP)) for block in costs.blocks or chosen)
+    return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens)
+
+
+def _fewer_tokens(costs: Costs) -> str:
+    """What lowers the memory of activations."""
+    smaller = "" if costs.sequences == 1 else "a smaller batch with as many more accumulated steps, or "
+    return f"{smaller}shorter sequences"
+
+
+def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
+    """The error for a budget below the lowest peak of `costs`."""
+    lowest = fastest(costs, lowest_peak(costs))
+    assert lowest is not None
+    moments = timeline(costs, lowest)
+    parts = moments.worst.parts()
+    hints = [_fewer_tokens(costs)]
+    # Then nothing helps that lowers the memory of blocks.
+    if costs.static.always + costs.static.gradients > budget_bytes or "optimizer" in moments.worst.label:
+        alone = f"weights, gradients and the optimizer alone need {format_bytes(costs.static.optimizer_peak_bytes)}"
+        hints = [f"{alone}: use LoRA, an optimizer with a smaller state or step, or shard them"]
+    if moments.worst.label.startswith("head"):  # whose own memory no action of a block reduces
+        # Advised only where a step has shown that it helps; TRL's losses, for example, never call the head.
+        chunks = 'the head in chunks ("head": "auto"), or ' if costs.chunks_help else ""
+        size = format_bytes(parts[f"temporary in {moments.worst.label}"])
+        hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
+    kept = parts["kept for backward"]
+    if costs.has_host and kept and moments.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1:
+        hints.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget` holds it in host memory")
+    filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    above = f"{filled}), {format_bytes(moments.peak_bytes - budget_bytes)} too much. What would lower it:"
+    lowest_bytes = format_bytes(moments.peak_bytes)
+    message = f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {lowest_bytes} ({above}"
+    error = InfeasibleError(budget_bytes, moments.peak_bytes, parts, hints, message)
+    error.notes = costs.notes
+    return error

@@ -5,14 +5,13 @@ Pure functions that do not import torch.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError, shown
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, OFFLOAD, Action
-from hf_ckpt.spec.plan import Block, Plan, numbers_of_runs
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action
+from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.spec.reading import SAVING, did_you_mean, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
 
@@ -34,19 +33,12 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     if spec.plan is not None:
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
         return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
-    stacks = {stack: list(found) for stack, found in itertools.groupby(blocks, lambda block: block.stack)}
+    stacks = {stack: list(group) for stack, group in itertools.groupby(blocks, lambda block: block.stack)}
     problems: list[str] = []
+    # What nothing chooses keeps everything; with `compile` such blocks are compiled, too.
     actions = dict.fromkeys(blocks, _action(spec, "none", (), None))
     chosen: list[Block] = []
-    if spec.segments is not None:
-        for stack, of_stack in stacks.items():
-            count = round(len(of_stack) ** 0.5) if isinstance(spec.segments, str) else spec.segments
-            if count > len(of_stack):
-                problems.append(f"`segments` is {count}, but stack {stack!r} has {len(of_stack)} blocks.")
-                continue
-            numbers = numbers_of_runs(len(of_stack), count)
-            actions |= {block: Action("full", segment=number) for block, number in zip(of_stack, numbers, strict=True)}
-    elif spec.policy != "none":
+    if spec.policy != "none":
         layers = spec.layers or "0-"
         for stack, text in [(None, layers)] if isinstance(layers, str) else layers:
             chosen += _select(text, stack, stacks, "`layers`", problems)
@@ -73,24 +65,21 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
         model: class name of the model.
         source: the plan's name in errors.
 
-    Raises `PlanMismatchError` unless the plan names exactly these blocks, and if blocks of one segment are not
-    neighbours.
+    Raises `PlanMismatchError` unless the plan names exactly these blocks.
     """
-    theirs = {block.name: block.kind for block, _ in plan.actions}
-    ours = {block.name: block.kind for block in blocks}
-    if theirs != ours:
-        differing = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+    planned_kinds = {block.name: block.kind for block, _ in plan.actions}
+    kinds = {block.name: block.kind for block in blocks}
+    if planned_kinds != kinds:
+        names = planned_kinds.keys() | kinds.keys()
+        differing = [name for name in names if planned_kinds.get(name) != kinds.get(name)]
         raise PlanMismatchError(
-            f"{source} is for another model: it was made for {shown(plan.model, quoted=False)} with {len(theirs)} "
-            f"blocks, this is {model} with {len(ours)}; first difference at {shown(min(differing))}."
+            f"{source} is for another model: it was made for {shown(plan.model, quoted=False)} with "
+            f"{len(planned_kinds)} blocks, this is {model} with {len(kinds)}; first difference at "
+            f"{shown(min(differing))}."
         )
     planned = {block.name: action for block, action in plan.actions}
     actions = tuple((block, planned[block.name]) for block in blocks)
-    fitted = dataclasses.replace(plan, family=family, model=model, actions=actions)
-    apart = [name for name, times in collections.Counter(name for name, _ in fitted.segments()).items() if times > 1]
-    if apart:
-        raise PlanMismatchError(f"{source} spreads {', '.join(apart)} over blocks that are no neighbours.")
-    return fitted
+    return dataclasses.replace(plan, family=family, model=model, actions=actions)
 
 
 def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Plan, str] | None:
@@ -107,9 +96,11 @@ def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Pla
     """
     kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
     chunks = chunks and plan.head == "full"
+    # From the action that keeps most to the one that keeps least, in the order of the table.
     for row in ACTIONS.values():
         if row.name not in kinds or row.next is None:
             continue
+        # All rows from `full` on offload next, but for that of compiled blocks, which are in no plan with these.
         if row.next == OFFLOAD and (chunks or not offload):
             break
         replaced = {
@@ -124,15 +115,18 @@ def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Pla
 def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:
     """The action that a policy gives a block. Until a run is measured, a planned policy keeps least."""
     if spec.compile is not None:
-        usual = {"none": 1.0, "selective": 0.5}.get(policy, 0.0)
-        return Action(COMPILED.kind, share=usual if share is None else share)
+        if share is None:
+            share = {"none": 1.0, "selective": 0.5}.get(policy, 0.0)
+        return Action(COMPILED.kind, share=share)
     if policy == "none":
         return KEEP
     if policy == "full" and spec.mlp != "full":
         return Action("full+tiles", tile=spec.mlp)
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
-    return Action("offload" if spec.offload is True else "full" if policy in PLANNED_POLICIES else policy)
+    if spec.offload is True:
+        return OFFLOAD
+    return FULL if policy in PLANNED_POLICIES else Action(policy)
 
 
 def _select(
@@ -140,7 +134,7 @@ def _select(
 ) -> list[Block]:
     """The blocks that `text`, such as "0-15,-1", names in one stack, or in every stack if `stack` is None.
 
-    Errors are added to `problems`, with `where` as the place in the spec.
+    Errors are added to `problems`, with `where` as the place in the spec, so that a user sees all of them at once.
     """
     if stack is not None and stack not in stacks:
         hint = did_you_mean(stack, stacks) or "."
@@ -151,14 +145,15 @@ def _select(
         blocks = stacks[name]
         for first, last in parse_layers(text):
             low, high = (index + len(blocks) if index < 0 else index for index in (first, last))
-            shown = str(first) if first == last else f"{first}-{'' if last == -1 else last}"
+            end = "" if last == -1 else last
+            layers = str(first) if first == last else f"{first}-{end}"
             if not (0 <= low < len(blocks) and 0 <= high < len(blocks)):
                 problems.append(
-                    f"{where} names {shown}, but stack {name!r} has blocks 0 to {len(blocks) - 1} "
+                    f"{where} names {layers}, but stack {name!r} has blocks 0 to {len(blocks) - 1} "
                     f"(or -{len(blocks)} to -1)."
                 )
             elif low > high:
-                problems.append(f"{where} names {shown}, which matches no block of stack {name!r}.")
+                problems.append(f"{where} names {layers}, which matches no block of stack {name!r}.")
             else:
                 chosen += blocks[low : high + 1]
     return chosen

@@ -7,7 +7,6 @@ these records.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 SAVE_CLASSES = ("linear", "attention")
 """Classes of operations whose results `selective` can save. It saves both by default."""
@@ -23,8 +22,6 @@ class Action:
     save: tuple[str, ...] = ()
     """For `selective`: the classes of operations whose results are saved. For `full+selective`: those that are saved
     while the block is recomputed."""
-    segment: int | None = None
-    """For `full`: neighbouring blocks with the same number are recomputed as one region."""
     moved: bool = False
     """For `selective`: whether saved tensors are in host memory until backward."""
     share: float | None = None
@@ -35,8 +32,6 @@ class Action:
     def __str__(self) -> str:
         if self.share is not None:
             return f"{self.kind} (share {self.share:g})"
-        if self.segment is not None:
-            return f"{self.kind} (segment {self.segment})"
         if isinstance(self.tile, int):
             return f"{self.kind} ({self.tile} tokens)"
         where = " in host memory" if self.moved else ""
@@ -47,9 +42,11 @@ KEEP = Action("keep")
 SELECTIVE = Action("selective", SAVE_CLASSES)
 FULL = Action("full")
 FULL_SELECTIVE = Action("full+selective", SAVE_CLASSES)
-FULL_TILES = Action("full+tiles", tile="auto")
 OFFLOAD = Action("offload")
 COMPILED = Action("compiled", share=0.0)
+OFFLOADED = {FULL: OFFLOAD, SELECTIVE: dataclasses.replace(SELECTIVE, moved=True)}
+"""Action -> the action that holds the same tensors in host memory. The action that keeps least comes first, because the
+planner takes the first of equally fast plans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +72,6 @@ class ActionKind:
     has the action only where the spec asks for it."""
     compiles: bool = False
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
-    offloads: Mapping[Action, Action] = dataclasses.field(default_factory=dict)
-    """Form of this action that holds tensors in host memory -> the action that keeps the same tensors on the device.
-    The costs of the first are those of the second plus the time of the copies."""
     next: Action | None = None
     """The action that replaces this one if a step runs out of memory. It needs less; None if no action does."""
 
@@ -98,14 +92,12 @@ ACTIONS: dict[str, ActionKind] = {
             hooks="hf_ckpt.engines.rebuild.region:hooks",
             options=("save", "moved"),
             candidates=(SELECTIVE, Action("selective", ("attention",))),
-            offloads={dataclasses.replace(SELECTIVE, moved=True): SELECTIVE},
             next=FULL,
         ),
         ActionKind(
             "full",
-            engine="hf_ckpt.engines.segments:make",
-            hooks="hf_ckpt.engines.segments:hooks",
-            options=("segment",),
+            engine="hf_ckpt.engines.full:make",
+            hooks="hf_ckpt.engines.routers:hooks",
             candidates=(FULL,),
             next=OFFLOAD,
         ),
@@ -122,14 +114,13 @@ ACTIONS: dict[str, ActionKind] = {
             hooks="hf_ckpt.engines.tiles:hooks",
             is_policy=False,
             options=("tile",),
-            candidates=(FULL_TILES,),
+            candidates=(Action("full+tiles", tile="auto"),),
             is_exact=False,
             next=OFFLOAD,
         ),
         ActionKind(
             "offload",
             engine="hf_ckpt.engines.offload:make",
-            offloads={OFFLOAD: FULL},
         ),
         ActionKind(
             "compiled",
@@ -152,15 +143,12 @@ def candidates(*, compiled: bool = False, tile: int | str | None = None) -> tupl
         compiled: whether blocks are compiled.
         tile: the tokens of a tile, if feed-forwards may run in tiles.
     """
-    records = (record for record in ACTIONS.values() if record.compiles == compiled)
-    forms = [form for record in records for form in record.candidates if tile is not None or form.tile is None]
-    return tuple(form if form.tile is None else dataclasses.replace(form, tile=tile) for form in forms)
-
-
-def offloads() -> dict[Action, Action]:
-    """Return, for actions that keep tensors on the device, the action that holds the same tensors in host memory.
-
-    The action that keeps least comes first, because the planner takes the first of equally fast plans.
-    """
-    records = reversed(ACTIONS.values())
-    return {kept: moved for record in records for moved, kept in record.offloads.items()}
+    chosen: list[Action] = []
+    for record in ACTIONS.values():
+        if record.compiles != compiled:  # a stack is compiled as a whole or not at all
+            continue
+        if "tile" not in record.options:
+            chosen += record.candidates
+        elif tile is not None:
+            chosen += [dataclasses.replace(form, tile=tile) for form in record.candidates]
+    return tuple(chosen)

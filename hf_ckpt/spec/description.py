@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from hf_ckpt.spec.plan import Plan
@@ -21,16 +22,14 @@ class Watched:
     there was no room."""
     differences: tuple[str, ...]
     """The first difference of each check that found one, in words."""
-    updated: tuple[str, ...]
-    """What recomputations updated once more while backward got what the forward saved, in words."""
     not_checked: dict[str, str]
     """What is never checked -> why."""
 
     def __str__(self) -> str:
         if not self.checks:
             return "no checks so far"
-        found = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
-        return f"{self.checks} checks, {self.compared:,} tensors compared: {found}"
+        result = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
+        return f"{self.checks} checks, {self.compared:,} tensors compared: {result}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,43 +73,56 @@ class Description:
 
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call activation_checkpointing_enable())"
-        watched, moved = self.watched, format_bytes(sum(self.moved.values()))
-        measured = f"peak {format_bytes(self.measured_bytes)} in the first step of this plan"
-        if self.plan.prediction and self.plan.prediction.device in ("cpu", "mps"):  # live tensors are counted there
-            measured += ", without other models"
-        stacks = self.plan.prediction.stacks if self.plan.prediction else ()
-        kept = [f"{stack} {format_bytes(size)}" for stack, size in stacks]
-        calls, recomputed = sum(self.forwards.values()), sum(self.recomputed.values())
-        units = "(of a block, or of an operation under `selective`)"
-        not_counted = "in graphs of torch.compile, where nothing is counted"
-        lines = {
-            f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}": True,
-            f"  not the plan of the run yet: {self.measuring}": self.measuring,
-            f"  predicted: {self.plan.prediction}": self.plan.prediction,
-            f"    of that, kept by blocks: {', '.join(kept)}": len(kept) > 1,
-            f"  measured: {measured}": self.measured_bytes,
-            f"  plans for batches of {len(self.plans)} sizes:": len(self.plans) > 1,
-            **{
-                f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}": len(self.plans) > 1
-                for shape, plan in self.plans.items()
-            },
-            f"  {len(self.frozen)} blocks below the first trainable parameter save nothing": self.frozen,
-            f"  so far: {calls} forwards of planned blocks; {recomputed} recomputations {units}": calls,
-            f"  watched: {watched}": watched,
-            **{f"    {text}": True for text in ((*watched.differences, *watched.updated) if watched else ())},
-            **{
-                f"    not checked: {what} ({why})": True
-                for what, why in (watched.not_checked if watched else {}).items()
-            },
-            f"  {not_counted}: {len(self.in_graphs)} blocks": self.in_graphs,
-            "  `selective` runs as `full` in graphs of torch.compile": any(
-                self.plan.active()[name].kind == "selective" for name in self.in_graphs
-            ),
-            f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks": (
-                self.compiled_by_others
-            ),
-            f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks": self.moved,
-            f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far": self.head_ran,
-            f"  `selective` dropped {self.dropped_tensors} saved tensors in the last forward": self.dropped_tensors,
-        }
-        return "\n".join(line for line, is_shown in lines.items() if is_shown)
+        head = f"hf_ckpt: {state}; spec {json.dumps(self.spec)}\n{self.plan}"
+        return "\n".join([head, *self._lines_of_plans(), *self._lines_of_steps(), *self._lines_of_parts()])
+
+    def _lines_of_plans(self) -> Iterator[str]:
+        """Why there is no plan yet, what it was predicted to need and needed, and the plans of other batch sizes."""
+        prediction = self.plan.prediction
+        if self.measuring:
+            yield f"  not the plan of the run yet: {self.measuring}"
+        if prediction:
+            yield f"  predicted: {prediction}"
+        if self.measured_bytes:
+            # Without an allocator that counts, only the tensors that this model's steps create are counted. A reader
+            # who compares the figure with the process's memory must know that a second model is not in it.
+            alone = ", without other models" if prediction and prediction.device in ("cpu", "mps") else ""
+            yield f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan{alone}"
+        if len(self.plans) > 1:
+            yield f"  plans for batches of {len(self.plans)} sizes:"
+            for shape, plan in self.plans.items():
+                yield f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}"
+
+    def _lines_of_steps(self) -> Iterator[str]:
+        """Which blocks ran and were recomputed, and whether their backward got what their forward had saved."""
+        if self.frozen:
+            yield f"  {len(self.frozen)} blocks below the first trainable parameter save nothing"
+        calls = sum(self.forwards.values())
+        if calls:
+            # `full` counts a block's run, `selective` each operation: the two do not compare, so the line says so.
+            units = "recomputations (of a block, or of an operation under `selective`)"
+            yield f"  so far: {calls} forwards of planned blocks; {sum(self.recomputed.values())} {units}"
+        if self.watched:
+            yield f"  watched: {self.watched}"
+            for text in self.watched.differences:
+                yield f"    {text}"
+            for part, reason in self.watched.not_checked.items():
+                yield f"    not checked: {part} ({reason})"
+
+    def _lines_of_parts(self) -> Iterator[str]:
+        """What compilers, offloading, the head in chunks and `selective` did in the last forward."""
+        if self.in_graphs:
+            yield f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks"
+        actions = self.plan.active()
+        # Inside a graph there are no autograd nodes from which `selective` could rebuild; see `engines/rebuild`.
+        if any(actions[name].kind == "selective" for name in self.in_graphs):
+            yield "  `selective` runs as `full` in graphs of torch.compile"
+        if self.compiled_by_others:
+            yield f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks"
+        if self.moved:
+            moved = format_bytes(sum(self.moved.values()))
+            yield f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks"
+        if self.head_ran:
+            yield f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far"
+        if self.dropped_tensors:
+            yield f"  `selective` dropped {self.dropped_tensors} saved tensors in the last forward"

@@ -3,71 +3,61 @@
 from __future__ import annotations
 
 import collections
-import errno
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hf_ckpt.errors import FileError, reason_of, shown
 
-YAML_SUFFIXES = (".yaml", ".yml")
 
-
-def read_values(path: str | Path, *, unique: bool = True) -> Any:
-    """Return the value in a JSON or YAML file. Raises `ValueError` with the reason if it cannot be read.
-
-    `unique` is that of `parse_values`.
-    """
+def read_values(path: str | Path) -> Any:
+    """Return the value in a JSON or YAML file. Raises `ValueError` with the reason if it cannot be read."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from error
-    return parse_values(content, only_json=Path(path).suffix.lower() == ".json", unique=unique)
+    return parse_values(content, only_json=Path(path).suffix.lower() == ".json")
 
 
-def parse_values(content: bytes | str, *, only_json: bool = False, unique: bool = True) -> Any:
+def parse_values(content: bytes | str, *, only_json: bool = False) -> Any:
     """Return the value of a JSON or YAML text, in UTF-8. Raises `ValueError` if it is neither, or not the one asked.
 
-    A mapping that has a key twice is refused, too, unless `unique` is False: of the two values, one would do nothing.
+    A mapping that has a key twice is refused, too: of the two values, one would do nothing.
     """
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         try:  # first, because PyYAML takes a hundred times as long
-            return json.loads(text, object_pairs_hook=_without_repeats if unique else None)
+            return json.loads(text, object_pairs_hook=without_repeats)
         except ValueError:
             if only_json:
                 raise
-        if unique:
-            loader = _strict(loader)
-        return yaml.load(text, Loader=loader)
+        return yaml.load(text, Loader=_Loader)
     # PyYAML raises other errors for values that do not fit their tags: an impossible date, or `!!bool maybe`.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else reason_of(error)
-        raise ValueError(f"not valid {'JSON' if only_json else 'YAML'}: {reason}") from error
+        raise ValueError(f"not valid {'JSON' if only_json else 'YAML'}: {reason_of(error)}") from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of a JSON object. Raises `ValueError` if a key is there twice."""
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of (key, value) pairs. Raises `ValueError` if a key is there twice."""
     for key, times in collections.Counter(key for key, _ in pairs).items():
         if times > 1:
             raise ValueError(f"`{shown(key, quoted=False)}` is given twice")
     return dict(pairs)
 
 
-def _strict(loader: Any) -> Any:
-    """Return a loader of PyYAML that refuses a mapping with a key that is there twice."""
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if PyYAML was built with libyaml
 
-    class Strict(loader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _without_repeats([(key.value, None) for key, _ in node.value])
-            return super().construct_mapping(node, deep)
 
-    return Strict
+class _Loader(_SafeLoader):
+    """Refuses a mapping with a key that is there twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        without_repeats([(key.value, None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
 
 
 def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
@@ -80,10 +70,8 @@ def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise FileError(f"{str(path)!r} must end in {' or '.join(suffixes)}.")
-    if not path.parent.is_dir():
-        raise FileError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}.")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise FileError(f"{str(path)!r} cannot be written: it is a folder, or its folder is read-only.")
+    if not os.access(path.parent, os.W_OK):
+        raise FileError(f"{str(path)!r} cannot be written: {str(path.parent)!r} is no folder, or it is read-only.")
 
 
 def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> None:
@@ -102,15 +90,11 @@ def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> Non
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append a line to a file. If that fails, raise `FileError` and leave the file unchanged."""
-    data = line.encode() + b"\n"
+    """Append a line to a file. Raises `FileError` if that fails."""
     if Path(path).is_fifo():  # to open it waits for a reader
         raise FileError(f"{str(path)!r} cannot be written: it is a pipe, not a file.")
     try:
-        with open(path, "ab", buffering=0) as file:
-            end = file.tell()
-            if file.write(data) != len(data):
-                file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
     except OSError as error:
         raise FileError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error

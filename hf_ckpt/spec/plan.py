@@ -9,20 +9,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hf_ckpt.errors import PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
-from hf_ckpt.spec.files import YAML_SUFFIXES, read_values, write_text
+from hf_ckpt.spec.files import read_values, write_text
 from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys
 from hf_ckpt.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 """Format version of saved plans, which each file contains."""
-SUFFIXES = (".json", *YAML_SUFFIXES)
+SUFFIXES = (".json", ".yaml", ".yml")
 """Allowed suffixes of saved plans."""
 
 
@@ -56,8 +57,6 @@ class Prediction:
     """The budget that the plan was made for; None without one."""
     device: str = ""
     """Name of the device whose speed was assumed."""
-    stacks: tuple[tuple[str, int], ...] = ()
-    """What the blocks of each stack keep for the backward, as (stack, bytes)."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -74,16 +73,13 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Prediction.from_dict` reads back."""
-        return {**dataclasses.asdict(self), "parts": dict(self.parts), "stacks": dict(self.stacks)}
+        return {**dataclasses.asdict(self), "parts": dict(self.parts)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
-        parts, stacks = tuple(data["parts"].items()), tuple(data.get("stacks", {}).items())
-        sizes = [data["peak_bytes"], data["tokens"], data.get("budget_bytes") or 0, *dict(parts + stacks).values()]
-        list(map(operator.index, sizes))  # raises TypeError for what is no whole number
-        return cls(**{**data, "parts": parts, "step_seconds": seconds, "stacks": stacks})
+        return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +110,6 @@ class Plan:
         groups = itertools.groupby(self.actions, key=lambda pair: pair[0].stack)
         return {stack: list(pairs) for stack, pairs in groups}
 
-    def segments(self) -> list[tuple[str, list[str]]]:
-        """Return the segments, which are runs of neighbouring blocks that are recomputed together.
-
-        Each is a pair of a title (`segment 0 of decoder`) and the names of its blocks.
-        """
-        found: list[tuple[str, list[str]]] = []
-        for stack, pairs in self.stacks().items():
-            for segment, group in itertools.groupby(pairs, key=lambda pair: pair[1].segment):
-                if segment is not None:
-                    found.append((f"segment {segment} of {stack}", [block.name for block, _ in group]))
-        return found
-
     def active(self) -> dict[str, Action]:
         """Return block name -> action, for the blocks whose action is not `keep`."""
         return {block.name: action for block, action in self.actions if action.kind != "keep"}
@@ -134,15 +118,16 @@ class Plan:
         """Return a JSON-able dict, which `Plan.from_dict` reads back to an equal plan."""
 
         def row(block: Block, action: Action) -> dict[str, Any]:
-            values = {key: getattr(action, key) for key in OPTIONS}
-            written = {key: value for key, value in values.items() if value != getattr(KEEP, key)}
-            written |= {"save": list(action.save)} if action.save else {}
+            written = {key: getattr(action, key) for key in OPTIONS if getattr(action, key) != getattr(KEEP, key)}
             return {"block": block.name, "kind": block.kind, "action": action.kind, **written}
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
-        found = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
-        found |= {"head": self.head} if self.head != "full" else {}
-        return found if self.prediction is None else {**found, "prediction": self.prediction.to_dict()}
+        plan = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
+        if self.head != "full":
+            plan["head"] = self.head
+        if self.prediction is not None:
+            plan["prediction"] = self.prediction.to_dict()
+        return plan
 
     @classmethod
     def from_dict(cls, data: Any, source: str = "the plan") -> Plan:
@@ -157,11 +142,9 @@ class Plan:
             actions = tuple(_read_rows(data["stacks"]))
             predicted = data.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            head, problems = read_keys({key: data[key] for key in ("head",) if key in data}, READERS)
-            if problems:
-                raise ValueError(" ".join(problems))
-            family, model = _texts(data, "family", "model")
-            return cls(family, model, actions, prediction, **head)
+            head = READERS["head"](data.get("head", "full"))
+            return cls(data["family"], data["model"], actions, prediction, head)
+        # People edit these files: any value may be of any type. These are what the readers raise for it.
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
 
@@ -171,9 +154,7 @@ class Plan:
         Raises `FileError` for another suffix, and if the file cannot be written; an existing file is then unchanged.
         """
         text = json.dumps(self.to_dict(), indent=1) + "\n"
-        if Path(path).suffix.lower() in YAML_SUFFIXES:
-            import yaml
-
+        if Path(path).suffix.lower() != ".json":
             text = yaml.safe_dump(self.to_dict(), sort_keys=False)
         write_text(path, text, SUFFIXES)
 
@@ -190,16 +171,15 @@ class Plan:
         """Return the actions in one line: `full on blocks 0, 2 of 4`. Several stacks are listed one by one."""
         stacks = self.stacks()
         parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
-        return "; ".join(parts if self.head == "full" else [*parts, "head in chunks"])
+        if self.head != "full":
+            parts.append("head in chunks")
+        return "; ".join(parts)
 
     def __str__(self) -> str:
         lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
         for stack, pairs in self.stacks().items():
-            chosen: dict[str, list[int]] = {}
-            for block, action in pairs:
-                chosen.setdefault(str(action), []).append(block.index)
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
-            parts = [f"{action} {spans(indices)}" for action, indices in chosen.items()]
+            parts = [f"{action} {spans(indices)}" for action, indices in _positions(pairs).items()]
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
         if self.head != "full":
             size = self.head if isinstance(self.head, str) else f"{self.head} tokens"
@@ -207,72 +187,55 @@ class Plan:
         return "\n".join(lines)
 
 
+def _positions(pairs: list[tuple[Block, Action]]) -> dict[str, list[int]]:
+    """Return action, in words -> the positions of its blocks in their stack."""
+    positions: dict[str, list[int]] = {}
+    for block, action in pairs:
+        positions.setdefault(str(action), []).append(block.index)
+    return positions
+
+
 def _summary(pairs: list[tuple[Block, Action]]) -> str:
     """Return the actions of one stack in one line."""
-    chosen: dict[str, list[int]] = {}
-    for block, action in pairs:
-        if action.kind != "keep":
-            chosen.setdefault(str(dataclasses.replace(action, segment=None)), []).append(block.index)
-    segments = len({action.segment for _, action in pairs} - {None})
-    in_segments = f" in {segments} segments" if segments else ""
+    chosen = _positions(pairs)
+    chosen.pop(str(KEEP), None)
     if not chosen:
         return f"everything is kept, in {len(pairs)} blocks"
     if [len(indices) for indices in chosen.values()] == [len(pairs)]:
-        return f"{next(iter(chosen))}{in_segments} on all {len(pairs)} blocks"
+        return f"{next(iter(chosen))} on all {len(pairs)} blocks"
     parts = [
-        f"{action}{in_segments} on block{'s' if len(indices) > 1 else ''} {spans(indices)}"
-        for action, indices in chosen.items()
+        f"{action} on block{'s' if len(indices) > 1 else ''} {spans(indices)}" for action, indices in chosen.items()
     ]
     return f"{' and '.join(parts)} of {len(pairs)}"
 
 
-def run_lengths(blocks: int, runs: int) -> list[int]:
-    """Return the lengths of `runs` runs that cover all blocks. They differ by at most one; longer runs come first."""
-    each, longer = divmod(blocks, runs)
-    return [each + (number < longer) for number in range(runs)]
-
-
-def numbers_of_runs(blocks: int, runs: int) -> list[int]:
-    """Return the number of the run that each block is in; see `run_lengths`."""
-    return [number for number, length in enumerate(run_lengths(blocks, runs)) for _ in range(length)]
-
-
 def spans(indices: list[int]) -> str:
     """Write positions as text: `spans([0, 1, 2, 5]) == "0-2, 5"`, and a long run of equal steps as "0, 2, ... 78"."""
+    # Every other block of 80 is 40 numbers: too long for the one line of a plan.
     steps = {later - earlier for earlier, later in itertools.pairwise(indices)}
     if len(indices) > 4 and len(steps) == 1 and steps != {1}:
         return f"{indices[0]}, {indices[1]}, ... {indices[-1]}"
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
+    # Consecutive numbers all differ from their places in the list by the same amount.
+    groups = itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in group] for _, group in groups]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[Block, Action]]:
     """Read `Plan.actions` from a saved plan. Raises `KeyError` or `ValueError` if a row is invalid."""
-    seen: set[str] = set()
+    seen: set[str] = set()  # a file that names a block twice would give it the last action, without a word
     for stack, rows in stacks.items():
         for index, row in enumerate(rows):
-            name, kind = _texts(row, "block", "kind")
+            name = row["block"]
             if name in seen:
-                raise ValueError(f"{shown(name, quoted=False)} is named twice")
+                raise ValueError(f"{name} is named twice")
             seen.add(name)
-            yield Block(name=name, stack=str(stack), index=index, kind=kind), _read_action(row)
-
-
-def _texts(values: Mapping[str, Any], *keys: str) -> list[str]:
-    """Return the values of some keys. Raises `ValueError` if one is not a text, and `KeyError` if one is missing."""
-    for key in keys:
-        if not isinstance(values[key], str):
-            raise ValueError(f"`{key}` must be a text, but is {shown(values[key])} instead")
-    return [values[key] for key in keys]
+            yield Block(name=name, stack=str(stack), index=index, kind=row["kind"]), _read_action(row)
 
 
 def _read_action(row: Mapping[str, Any]) -> Action:
-    kind, block = one_of(*ACTIONS)(row["action"]), shown(row["block"], quoted=False)
+    """Read the action of a row. Raises `KeyError` or `ValueError`, with all problems, if it is invalid."""
+    kind = one_of(*ACTIONS)(row["action"])
     values, problems = read_keys({key: row[key] for key in OPTIONS if key in row}, OPTIONS)
     options = {key: value for key, value in values.items() if value != getattr(KEEP, key)}
     for option in options:
@@ -282,5 +245,5 @@ def _read_action(row: Mapping[str, Any]) -> Action:
     if kind == COMPILED.kind and values.get("share") is None:
         problems.append("it is compiled, so that it needs a `share` from 0 to 1.")
     if problems:
-        raise ValueError(f"{block}: {' '.join(problems)}")
+        raise ValueError(f"{row['block']}: {' '.join(problems)}")
     return Action(kind, **options)

@@ -17,7 +17,7 @@ from typing import Any
 from hf_ckpt.errors import shown
 from hf_ckpt.logs import warn_once
 from hf_ckpt.spec.actions import ACTIONS, SAVE_CLASSES
-from hf_ckpt.units import UnitError, parse_budget, parse_bytes
+from hf_ckpt.units import parse_budget, parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,10 @@ POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
 SAVING = tuple(record.name for record in ACTIONS.values() if record.is_policy and "save" in record.options)
 """Policies with the option `save`."""
 
-LayerRange = tuple[int, int]
-"""First and last position of a range of blocks; a negative one counts from the end."""
 Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
 
 Reader = Callable[[Any], Any]
-MOST_PROBLEMS = 10
-"""Rules or keys with problems that an error lists."""
-_MOST = 10**9  # of any number in a spec; Python does not even print an int of more than 4300 digits
 _RANGE = re.compile(r"(-?\d{1,9})(-(-?\d{1,9})?)?")
 
 
@@ -60,29 +55,33 @@ class Rule:
         return values | ({"save": list(self.save)} if self.save else {})
 
 
-def parse_layers(text: str) -> tuple[LayerRange, ...]:
+def _must_be(wanted: str, value: object, hint: str = "") -> ValueError:
+    return ValueError(f"must be {wanted}, but is {shown(value)} instead{hint}")
+
+
+def parse_layers(text: str) -> tuple[tuple[int, int], ...]:
     """Read a choice of blocks: `parse_layers("0-15,-1") == ((0, 15), (-1, -1))`.
 
-    Ranges include both ends, negative numbers count from the end, and "2-" goes to the end. Raises `ValueError` for
-    other texts.
+    Ranges are pairs of a first and a last position. They include both ends, negative numbers count from the end, and
+    "2-" goes to the end. Raises `ValueError` for other texts.
     """
     ranges = []
     for part in text.replace(" ", "").split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise ValueError(f"must be a list like '0-15,-1', but is {shown(text)} instead")
+            raise _must_be("a list like '0-15,-1'", text)
         first, until, last = match.groups()
         ranges.append((int(first), int(last or (-1 if until else first))))
     return tuple(ranges)
 
 
-def similar(key: object, known: Iterable[Any], most: int = 2) -> list[str]:
-    """Return the known names that a text may be a misspelling of, the most similar first."""
-    return difflib.get_close_matches(shown(key, 60, quoted=False), [str(name) for name in known], n=most, cutoff=0.6)
+def similar(key: object, names: Iterable[Any], most: int = 2) -> list[str]:
+    """Return the names that a text may be a misspelling of, the most similar first."""
+    return difflib.get_close_matches(shown(key, 60, quoted=False), [str(name) for name in names], n=most, cutoff=0.6)
 
 
 def read_keys(
-    given: Mapping[Any, Any], readers: Mapping[str, Reader], reasons: Mapping[str, str] | None = None
+    written: Mapping[Any, Any], readers: Mapping[str, Reader], reasons: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Read each value of a mapping by the reader of its key.
 
@@ -91,7 +90,7 @@ def read_keys(
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for key, value in given.items():
+    for key, value in written.items():
         if key in readers:
             try:
                 values[key] = readers[key](value)
@@ -102,18 +101,13 @@ def read_keys(
             hint = f"did you mean {near}?" if near else f"known: {', '.join(readers)}."
             usual = f"is not a key of the spec; {hint}"
             problems.append(f"`{shown(key, 60, quoted=False)}` {(reasons or {}).get(key, usual)}")
-        if len(problems) > MOST_PROBLEMS:
-            break  # nobody reads more, and looking for similar names takes long
     return values, problems
 
 
 def did_you_mean(value: object, allowed: Iterable[object]) -> str:
     """Return the end of an error: the choice that a value may be a misspelling of; empty without one."""
-    choices = {str(choice): choice for choice in allowed}
-    for near in similar(value, choices, 1):
-        without_quotes = f"{json.dumps(choices[near])}, without quotes"
-        return f"; did you mean {repr(near) if isinstance(choices[near], str) else without_quotes}?"
-    return ""
+    near = similar(value, [choice for choice in allowed if isinstance(choice, str)], 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def one_of(*allowed: object) -> Reader:
@@ -121,41 +115,39 @@ def one_of(*allowed: object) -> Reader:
 
     def read(value: Any) -> Any:
         for choice in allowed:
+            # `0 == False` in Python. A number is refused, because it may be meant for another key.
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
         choices = ", ".join(json.dumps(choice) for choice in allowed)
-        raise ValueError(f"must be one of {choices}, but is {shown(value)} instead{did_you_mean(value, allowed)}")
+        raise _must_be(f"one of {choices}", value, did_you_mean(value, allowed))
 
     return read
 
 
 def whole(least: int, *others: str) -> Reader:
     """Return a reader of whole numbers of at least `least`, and of these texts."""
-    known = [f"a whole number of at least {least}", *map(repr, others)]
+    wanted = " or ".join([f"a whole number of at least {least}", *map(repr, others)])
 
     def read(value: Any) -> int | str:
-        if (type(value) is int and least <= value <= _MOST) or (isinstance(value, str) and value in others):
+        if (type(value) is int and value >= least) or (isinstance(value, str) and value in others):
             return value
-        too_large = type(value) is int and value > _MOST
-        hint = f"; the largest number is {_MOST:,}" if too_large else did_you_mean(value, others)
-        raise ValueError(f"must be {' or '.join(known)}, but is {shown(value)} instead{hint}")
+        raise _must_be(wanted, value, did_you_mean(value, others))
 
     return read
 
 
-def _optional(read: Reader, what: str = "") -> Reader:
-    """Return a reader for which None is allowed, too. `what` begins the message about texts without a unit."""
+def _optional(read: Reader) -> Reader:
+    """Return a reader for which None is allowed, too."""
 
     def read_some(value: Any) -> Any:
-        try:
-            return None if value is None else read(value)
-        except UnitError as error:
-            raise ValueError(f"is no {what}: {error}".rstrip(".")) from None
+        return None if value is None else read(value)
 
     return read_some
 
 
 def _read_reentrant(value: Any) -> bool:
+    # True was the default of transformers before 5, so that scripts and saved arguments have it. To refuse them would
+    # stop trainings over a value that changes no gradient.
     if one_of(True, False)(value):
         text = "hf_ckpt recomputes non-reentrantly: same gradients, fewer conditions."
         warn_once(log, f"{text} `use_reentrant=True` changes nothing.")
@@ -166,9 +158,9 @@ def _read_layer_text(value: Any) -> str:
     """Read a choice of blocks in one stack: a number, a list of numbers, or a text like "0-15,-1"."""
     numbers = [value] if type(value) is int else value
     if isinstance(numbers, (list, tuple)) and numbers and all(type(index) is int for index in numbers):
-        value = ",".join(map(shown, numbers))
+        value = ",".join(map(str, numbers))
     if not isinstance(value, str):
-        raise ValueError(f"must be a list like '0-15,-1', but is {shown(value)} instead")
+        raise _must_be("a list like '0-15,-1'", value)
     parse_layers(value)
     return value.replace(" ", "")
 
@@ -192,50 +184,40 @@ def _for_stacks(read: Reader) -> Reader:
 def _read_save(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not names or not all(name in SAVE_CLASSES for name in names):
-        raise ValueError(f"must be a list out of {list(SAVE_CLASSES)}, but is {shown(value)} instead")
-    return tuple(name for name in SAVE_CLASSES if name in names)
+        raise _must_be(f"a list out of {list(SAVE_CLASSES)}", value)
+    return tuple(name for name in SAVE_CLASSES if name in names)  # in one order, so that equal actions compare equal
 
 
 def _read_share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"must be a number from 0 to 1, but is {shown(value)} instead")
+        raise _must_be("a number from 0 to 1", value)
     return float(value)
 
 
 def _read_plan(value: Any) -> str:
     if not isinstance(value, (str, Path)) or not str(value):
-        raise ValueError(f"must be the path of a saved plan, but is {shown(value)} instead")
+        raise _must_be("the path of a saved plan", value)
     return str(value)
 
 
 def _read_rules(value: Any) -> tuple[Rule, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(
-            f"must be a list of mappings with `policy` and `layers` or `stack`, but is {shown(value)} instead"
-        )
-    problems: list[str] = []
-    rules: list[Rule] = []
-    for number, given in enumerate(value):
-        try:
-            rules.append(_read_rule(given))
-        except ValueError as error:
-            problems.append(f"[{number}] {error}")
-        if len(problems) >= MOST_PROBLEMS:
-            problems.append("what follows was not read")
-            break
+        raise _must_be("a list of mappings with `policy` and `layers` or `stack`", value)
+    numbered = {f"[{number}]": rule for number, rule in enumerate(value)}
+    rules, problems = read_keys(numbered, dict.fromkeys(numbered, _read_rule))
     if problems:
-        raise ValueError("; ".join(problems))
-    return tuple(rules)
+        raise ValueError(" ".join(problems).rstrip("."))
+    return tuple(rules.values())
 
 
-def _read_rule(given: Any) -> Rule:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"must be a mapping, but is {shown(given)} instead")
-    values, problems = read_keys(given, RULE_READERS)
+def _read_rule(written: Any) -> Rule:
+    if not isinstance(written, Mapping):
+        raise _must_be("a mapping", written)
+    values, problems = read_keys(written, RULE_READERS)
     policy = values.get("policy")
-    if "policy" not in given:
+    if "policy" not in written:
         problems.append("needs `policy`")
-    if given.get("layers") is None and given.get("stack") is None:
+    if written.get("layers") is None and written.get("stack") is None:  # else it would be the policy of the spec
         problems.append("needs `layers` or `stack`")
     if values.get("save") and policy not in (None, *SAVING):
         listed = " or ".join(f"`policy: {name}`" for name in SAVING)
@@ -261,9 +243,8 @@ READERS: dict[str, Reader] = {
     "save": _read_save,
     "every_n_layers": whole(1),
     "layers": _optional(_for_stacks(_read_layer_text)),
-    "segments": _optional(whole(1, "sqrt")),
-    "budget": _optional(parse_budget, "budget"),
-    "host_budget": _optional(parse_bytes, "size"),
+    "budget": _optional(parse_budget),
+    "host_budget": _optional(parse_bytes),
     "offload": one_of(False, True, "saved"),
     "rules": _read_rules,
     "preserve_rng_state": one_of(True, False),
@@ -280,7 +261,6 @@ READERS: dict[str, Reader] = {
 # Option of an action in a saved plan -> its reader.
 OPTIONS: dict[str, Reader] = {
     "save": _read_save,
-    "segment": _optional(whole(0)),
     "moved": one_of(True, False),
     "share": _optional(_read_share),
     "tile": _optional(whole(1, "auto")),

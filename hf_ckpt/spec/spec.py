@@ -6,31 +6,30 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
-from hf_ckpt.spec.files import parse_values, read_values
-from hf_ckpt.spec.reading import MOST_PROBLEMS, POLICIES, READERS, SAVING, Layers, Rule, read_keys, similar
+from hf_ckpt.spec.files import parse_values, read_values, without_repeats
+from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, Layers, Rule, read_keys
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
 """Policies whose plan is made in the first steps of a run."""
-SELECTING_KEYS = frozenset(
-    {"policy", "save", "every_n_layers", "layers", "segments", "budget", "host_budget", "offload", "rules", "plan"}
-    | {"compile", "share", "mlp"}
-)
+# They say how blocks are recomputed and checked, or how the head runs.
+_NOT_SELECTING = {"preserve_rng_state", "determinism_check", "use_reentrant", "head", "check_every", "on_mismatch"}
+SELECTING_KEYS = READERS.keys() - _NOT_SELECTING
 """Keys that choose blocks or actions. An enable call without any of them keeps the installed plan."""
 # Keys that people know from elsewhere -> why they are refused.
 _FOREIGN_KEYS = {
+    # TrainingArguments.to_json_string, which the TensorBoard callback calls, raises for a callable.
     "context_fn": "is a callable, which TrainingArguments cannot save as JSON; ask for `policy: selective` instead.",
+    # `SFTTrainer` (trl/trainer/sft_trainer.py) wraps the blocks itself if it finds this key: two owners.
     "selective": "is TRL's switch for its own selective checkpointing; ask for `policy: selective` instead.",
     "gradient_checkpointing_kwargs": "must not be nested; give its keys directly.",
     "activation_checkpointing_kwargs": "must not be nested; give its keys directly.",
@@ -57,9 +56,6 @@ class Spec:
     """Apply the policy to blocks 0, n, 2n, ... of each stack."""
     layers: Layers | None = None
     """Apply the policy to these blocks only: "0-15,-1", or one such text for each stack."""
-    segments: int | str | None = None
-    """Split each stack into this many segments, and recompute each segment as a whole. "sqrt" is the square root of the
-    number of blocks."""
     budget: float | None = None
     """For `policy: budget`: the allowed peak. An int is bytes, a float a share of the device. Written as "20GiB", "80%"
     or 0.8."""
@@ -111,13 +107,9 @@ class Spec:
             return cls()
         if isinstance(spec, Spec):
             return spec
-        if isinstance(spec, Mapping):
-            return _from_mapping(spec, None)
         if isinstance(spec, (str, Path)):
             return _from_text(spec)
-        raise SpecError(
-            [f"a spec must be a dict, a text or a path, but is {type(spec).__name__} instead: {shown(spec)}"]
-        )
+        return _from_mapping(spec, None)
 
     @property
     def is_planned(self) -> bool:
@@ -131,7 +123,8 @@ class Spec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict without defaults, which `Spec.parse` reads back to an equal spec."""
-        found: dict[str, Any] = {} if self.plan else {"policy": self.policy}
+        # The default policy is written out, for people who read it; beside `plan` it would be a conflict.
+        written: dict[str, Any] = {} if self.plan else {"policy": self.policy}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "policy" or value == field.default:
@@ -143,9 +136,9 @@ class Spec:
             elif isinstance(value, tuple):
                 value = list(value)
             elif isinstance(value, int) and field.name in ("budget", "host_budget"):
-                value = exact_size(value)
-            found[field.name] = value
-        return found
+                value = exact_size(value)  # a plain number below 1 MiB is refused, because its unit may be missing
+            written[field.name] = value
+        return written
 
     def to_json(self) -> str:
         """Return `to_dict` as one line of JSON."""
@@ -158,83 +151,69 @@ class Spec:
         they name: many callers pass `{"use_reentrant": False}` or nothing when they enable a model again, and must not
         lose its plan. Raises `SpecError` as `parse` does.
         """
-        # Hugging Face's Trainer passes these defaults in every call; they choose nothing.
-        neutral = (("every_n_layers", 1), ("offload", False))
-        # The types are compared too: True == 1 in Python, but True is not a number of layers.
-        asked = {
-            key: value
-            for key, value in enable_kwargs.items()
-            if not any(key == name and type(value) is type(default) and value == default for name, default in neutral)
-        }
-        if SELECTING_KEYS & asked.keys():
-            return Spec.parse(asked)
-        return Spec.parse({**self.to_dict(), **asked})
+        # Trainer passes these two in every call, with these values if the user did not set them
+        # (transformers/trainer.py); taken for a choice, they would replace the plan by `full` on all blocks.
+        options = dict(enable_kwargs)
+        for key, default in {"every_n_layers": 1, "offload": False}.items():
+            # The types are compared too: True == 1 in Python, but True is not a number of layers.
+            if options.get(key) == default and type(options[key]) is type(default):
+                del options[key]
+        if SELECTING_KEYS & options.keys():
+            return Spec.parse(options)
+        return Spec.parse({**self.to_dict(), **options})
 
 
 SpecLike = Spec | Mapping[str, Any] | str | Path | None
 """Every form that `Spec.parse` accepts."""
 
 
-def _from_text(given: str | Path) -> Spec:
-    """Read the name of a policy, a JSON text, key=value words, or a file. Raises `SpecError`."""
-    text = str(given).strip()
-    if isinstance(given, str) and text in POLICIES:
+def _from_text(text_or_path: str | Path) -> Spec:
+    """Read the name of a policy, a JSON text, words such as "policy=full layers=0-3", or a file. Raises `SpecError`."""
+    text = str(text_or_path).strip()
+    if text in POLICIES:
         return Spec.parse({"policy": text})
-    if isinstance(given, str) and text.startswith("{"):
-        try:
-            loaded = parse_values(text, only_json=True)
-        except ValueError as error:
-            raise SpecError([f"{error}: {shown(text, quoted=False)}"]) from error
-        return _from_mapping(loaded, "the JSON text")
-    if isinstance(given, str) and "=" in text and not os.path.isfile(text):
-        return _from_words(text)
-    path = str(Path(text))
+    is_file = os.path.isfile(text)
     try:
-        loaded = read_values(path)
+        if text.startswith("{"):
+            values = parse_values(text, only_json=True)
+        elif "=" in text and not is_file:  # a file may be called so, too
+            values = without_repeats([_read_word(word) for word in text.split()])
+        else:
+            values = read_values(text)
     except ValueError as error:
         hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
-        raise SpecError([f"cannot read {shown(path)}: {error}{'' if os.path.isfile(path) else hint}"]) from error
-    return _from_mapping(loaded, path)
+        raise SpecError([f"cannot read {shown(text)}: {error}{'' if is_file else hint}"]) from error
+    return _from_mapping(values, text)
 
 
-def _from_words(text: str) -> Spec:
-    """Read words such as "policy=full layers=0-3"; each value is YAML. Raises `SpecError`."""
-    words = [word.partition("=") for word in text.split()]
-    counts = collections.Counter(key for key, *_ in words)
-    problems = [f"words must look like key=value, but {shown(key)} does not" for key, equals, _ in words if not equals]
-    problems += [f"`{shown(key, quoted=False)}` is given twice" for key, count in counts.items() if count > 1]
-    if problems:
-        raise SpecError(problems, shown(text))
-    try:
-        values = {key: parse_values(value) for key, _, value in words}
-    except ValueError as error:
-        raise SpecError([f"not readable as key=value words: {error}"], shown(text)) from error
-    return _from_mapping(values, shown(text))
+def _read_word(word: str) -> tuple[str, Any]:
+    """Read a word such as "layers=0-3", whose value is YAML. Raises `ValueError`."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise ValueError(f"words must look like key=value, but {shown(key)} does not")
+    return key, parse_values(value)
 
 
-def _from_mapping(given: Any, source: str | None) -> Spec:
-    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems."""
-    if not isinstance(given, Mapping):
+def _from_mapping(written: Any, source: str | None) -> Spec:
+    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems, or else all conflicts."""
+    if not isinstance(written, Mapping):
         raise SpecError(
-            [f"a spec must be a mapping of keys, but is {type(given).__name__} instead: {shown(given)}"], source
+            [f"a spec must be a mapping of keys, but is {type(written).__name__} instead: {shown(written)}"], source
         )
-    values, problems = read_keys(given, READERS, _FOREIGN_KEYS)
+    values, problems = read_keys(written, READERS, _FOREIGN_KEYS)
+    if problems:  # conflicts with a misspelt key or a wrong value would follow from what is listed already
+        raise SpecError(problems, source)
     if isinstance(values.get("policy"), tuple):
         values |= _of_stacks(values["policy"], values.get("rules", ()))
-    # Keys whose value is unknown, because it is invalid or the key is misspelt.
-    broken = {key for key in given if key in READERS and key not in values}
-    unknown = [key for key in given if key not in READERS]
-    broken.update(near for key in unknown[:MOST_PROBLEMS] for near in similar(key, READERS))
-    if "policy" not in given:
-        chosen = {"layers", "every_n_layers", "segments"} & values.keys()
+    if "policy" not in written:
+        chosen = {"layers", "every_n_layers"} & values.keys()
         values["policy"] = "none" if values.get("rules") and not chosen else "full"
         if values.get("budget") is not None:
             values["policy"] = "budget"
     spec = Spec(**{key: value for key, value in values.items() if value is not None})
-    # A conflict with a broken key would follow from a mistake that is already listed.
-    problems += [text for text in _conflicts(spec, given) if broken.isdisjoint(re.findall(r"\w+", text))]
-    if problems:
-        raise SpecError(problems, source)
+    conflicts = [*_wrong_policies(spec, written), *_conflicts(spec, written), *_conflicts_of_compiled(spec, written)]
+    if conflicts:
+        raise SpecError(conflicts, source)
     return spec
 
 
@@ -244,67 +223,81 @@ def _of_stacks(policies: tuple[tuple[str, str], ...], rules: tuple[Rule, ...]) -
     Stacks without a policy are planned, too, if a stack has `budget` or `auto`; otherwise they are left as they are.
     """
     planned = [policy for _, policy in policies if policy in PLANNED_POLICIES]
-    own = tuple(Rule(policy, stack=stack) for stack, policy in policies)
-    return {"policy": planned[0] if planned else "none", "rules": own + rules}
+    of_stacks = tuple(Rule(policy, stack=stack) for stack, policy in policies)
+    return {"policy": planned[0] if planned else "none", "rules": of_stacks + rules}
 
 
-def _conflicts(spec: Spec, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for every combination of keys that is in conflict."""
-    policies = {spec.policy, *(rule.policy for rule in spec.rules)}
-    planned = spec.is_planned
-    compiled = spec.compile is not None
-    shares = spec.share is not None or any(rule.share is not None for rule in spec.rules)
-    every = spec.every_n_layers != 1
-    choosing = [key for key in ("layers", "segments") if getattr(spec, key) is not None]
-    choosing += ["every_n_layers"] if every else []
-    left_to_compiler = [key for key in ("save", "offload", "segments", "host_budget") if given.get(key)]
-    beside_plan = SELECTING_KEYS & given.keys() - {"plan", "host_budget", "every_n_layers", "offload"}
+# --- keys that do not go together -------------------------------------------------------------------------------------
 
-    def goes_with(key: str, is_given: bool, *allowed: str, hint: str = "") -> Iterator[str]:
-        if is_given and policies.isdisjoint(allowed):
-            listed = " or ".join(f"`policy: {name}`" for name in allowed)
-            yield f"`{key}` goes with {listed}, but policy is {spec.policy!r}{hint}."
 
+def _policies_of(spec: Spec) -> set[str]:
+    return {spec.policy, *(rule.policy for rule in spec.rules)}
+
+
+def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for every option that no policy of the spec has, so that it would do nothing."""
+    fixed = not spec.is_planned  # `budget` and `auto` may choose any action, and so those that have the options
+    host = spec.host_budget is not None and not spec.offload and spec.plan is None
+    saved_hint = "; to move what `selective` saves, write 'saved'"
+    true_hint = "; to move what `full` saves, write true"
+    options = (  # as a user writes it, whether it is set, the policies that have it, what else may be meant
+        ("budget", spec.budget is not None, ("budget",), ""),
+        ("save", "save" in written and fixed, SAVING, ""),
+        ("host_budget", host, ("offload", *PLANNED_POLICIES), ""),
+        ("offload: true", spec.offload is True and fixed, ("full", "offload"), saved_hint),
+        ("offload: saved", spec.offload == "saved" and fixed, ("selective",), true_hint),
+        ("mlp", spec.mlp != "full", ("full", *PLANNED_POLICIES), ""),
+    )
     if spec.policy == "budget" and spec.budget is None:
         yield "`policy: budget` needs `budget`, for example '20GiB'."
-    yield from goes_with("budget", spec.budget is not None, "budget")
-    yield from goes_with("save", "save" in given and not planned, *SAVING)
-    needs_host = spec.host_budget is not None and not spec.offload and spec.plan is None
-    yield from goes_with("host_budget", needs_host, "offload", *PLANNED_POLICIES)
-    hint = "; to move what `selective` saves, write 'saved'"
-    yield from goes_with("offload: true", spec.offload is True and not planned, "full", "offload", hint=hint)
-    hint = "; to move what `full` saves, write true"
-    yield from goes_with("offload: saved", spec.offload == "saved" and not planned, "selective", hint=hint)
-    yield from goes_with("segments", spec.segments is not None, "full")
-    yield from goes_with("mlp", spec.mlp != "full", "full", *PLANNED_POLICIES)
-    if spec.mlp != "full" and (spec.segments is not None or spec.offload or compiled):
-        yield "`mlp` goes with `full` for single blocks; it cannot be combined with `segments`, `offload` or `compile`."
-    if spec.segments is not None and (spec.layers is not None or every or spec.rules):
-        yield "`segments` covers whole stacks; it cannot be combined with `layers`, `every_n_layers` or `rules`."
-    if spec.segments is not None and spec.offload is True:
-        yield "`offload` moves the hidden states of single blocks; it cannot be combined with `segments`."
-    if spec.layers is not None and every:
+    for option, is_set, policies, hint in options:
+        if is_set and _policies_of(spec).isdisjoint(policies):
+            listed = " or ".join(f"`policy: {name}`" for name in policies)
+            yield f"`{option}` goes with {listed}, but policy is {spec.policy!r}{hint}."
+
+
+def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for every pair of keys that choose the same thing twice, or that no engine combines."""
+    compiled = spec.compile is not None
+    choosing = [key for key in ("layers", "every_n_layers") if getattr(spec, key) != getattr(Spec, key)]
+    if spec.mlp != "full" and (spec.offload or compiled):
+        yield "`mlp` goes with `full`; it cannot be combined with `offload` or `compile`."
+    if len(choosing) > 1:
         yield "`layers` and `every_n_layers` both choose blocks; give one of them."
+    # A session plans stack by stack, from what all blocks of a kind cost. It has no place for a single block.
     parts = spec.rules and (compiled or any(rule.layers is not None for rule in spec.rules))
-    if planned and (choosing or parts):
+    if spec.is_planned and (choosing or parts):
         yield (
             f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}. "
             "Only rules of whole stacks that are not compiled go with it."
         )
     if not {rule.policy for rule in spec.rules}.isdisjoint({*PLANNED_POLICIES} - {spec.policy}):
         yield f"a rule may have `budget` or `auto` only if that is the policy, which is {spec.policy!r}."
-    if spec.policy == "none" and choosing and spec.segments is None:
+    if spec.policy == "none" and choosing:
         yield f"`policy: none` leaves every block as it is; remove {', '.join(choosing)}."
+    # Trainer's calls have `every_n_layers` and `offload` (see `Spec.updated`). `host_budget` is no choice of blocks
+    # here: it bounds the memory that the plan's offloaded blocks may take.
+    beside_plan = SELECTING_KEYS - {"plan", "host_budget", "every_n_layers", "offload"}
+    if spec.plan is not None and beside_plan & written.keys():
+        yield "`plan` already says what every block gets; remove the other selecting keys."
+
+
+def _conflicts_of_compiled(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for every key that needs compiled blocks, or that decides what the compiler decides for them."""
+    compiled = spec.compile is not None
+    shares = spec.share is not None or any(rule.share is not None for rule in spec.rules)
     if shares and not compiled:
         yield '`share` is how much compiled blocks keep; it needs `compile: "blocks"`.'
-    if compiled and shares and (planned or (spec.policy == "none" and spec.share is not None)):
+    if not compiled:
+        return
+    if shares and (spec.is_planned or (spec.policy == "none" and spec.share is not None)):
         yield f"`share` is how much the blocks of a policy keep, but policy is {spec.policy!r}; leave one of them out."
-    if compiled and not policies.isdisjoint(("offload", "full+selective")):
+    # A compiled block saves inside its graph, where no hook of ours sees a tensor that could be moved or rebuilt.
+    if not _policies_of(spec).isdisjoint(("offload", "full+selective")):
         yield (
             "compiled blocks are not offloaded, and leave to the compiler what is rebuilt; take `none`, `selective` or "
             "`full`, or a `share`."
         )
-    if compiled and left_to_compiler:
+    left_to_compiler = [key for key in ("save", "offload", "host_budget") if written.get(key)]
+    if left_to_compiler:
         yield f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(left_to_compiler)}.'
-    if spec.plan is not None and beside_plan:
-        yield "`plan` already says what every block gets; remove the other selecting keys."

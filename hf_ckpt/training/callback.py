@@ -3,15 +3,13 @@
     Trainer(..., callbacks=[hf_ckpt.MemoryTimeCallback()])
 
 Each log holds these figures for its window, which is the training steps since the last log, without evaluation and
-saving. Only mismatches are counted from the start.
+saving.
 
 | key | unit | meaning |
 |---|---|---|
 | `memory/peak_gib` | GiB | the largest memory use in the window, on the rank that used most |
 | `memory/reserved_gib` | GiB | the most that the allocator reserved on the device; on accelerators only |
-| `memory/predicted_gib` | GiB | the largest predicted peak of the plans in the window; only with `budget` and `auto` |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
-| `ckpt/mismatch` | checks | checks so far that found a block whose backward did not get what its forward saved |
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import contextlib
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +28,19 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.hooks import remind
+from hf_ckpt.attach.hooks import IN_GRAPH
+from hf_ckpt.attach.passes import remind
 from hf_ckpt.attach.process import Replaced
-from hf_ckpt.attach.record import FUNCTION, IN_GRAPH, Installation, installation, is_on
+from hf_ckpt.attach.record import Installation, installation
+from hf_ckpt.attach.switches import FUNCTION, is_on
 from hf_ckpt.errors import NoBlocksError, PlanLostError, SpecError
 from hf_ckpt.logs import tell, warn_once
-from hf_ckpt.measure.clocks import DeviceClock
+from hf_ckpt.measure.levels import DeviceClock
 from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.reading import READERS
-from hf_ckpt.training.guard import report
+from hf_ckpt.training.out_of_memory import report
 from hf_ckpt.units import to_gib
 
 log = logging.getLogger(__name__)
@@ -50,17 +50,15 @@ METRICS_FILE = "hf_ckpt_metrics.jsonl"
 """Name of the file in the output folder that contains the figures, one JSON object per line."""
 Metrics = dict[str, float | None]
 """Key of the table above -> its value, or None if it is unknown."""
-Ways = Mapping[str, Callable[[list[float]], float]]
-"""Key -> how to combine several values of it into one. Those of other keys are combined by `max`."""
-UNSEEN = 15
-"""Steps in which the callback looks at how far the device is behind the host. The first few may compile."""
+
+LAG_STEPS = 15
+"""Micro-steps in which the callback reads how far the device lags behind the host. The first few may compile, so that
+only their median counts."""
 LEAST_LAG = 0.02
-"""If the device is behind by less, it waits for the host."""
+"""If the device lags by a smaller share of the step, it waits for the host."""
 WAITS = (
     'hf_ckpt: the device waits for the host in each step: `"compile": "blocks"`, or a larger batch, makes it faster.'
 )
-OVER_RANKS: Ways = {"ckpt/mismatch": sum}
-OVER_WINDOWS: Ways = {"time/step_s": statistics.median}
 
 
 class MemoryTimeCallback(TrainerCallback):
@@ -70,8 +68,8 @@ class MemoryTimeCallback(TrainerCallback):
 
     The figures are logged with the Trainer's own, under keys such as `memory/peak_gib` and `time/step_s`. They are
     also appended to `hf_ckpt_metrics.jsonl` in the output folder. At the first step, the callback checks that all
-    planned blocks are still checkpointed. If memory runs out, it writes a report: see `training.guard.report`. It says
-    once if the device waits for the host.
+    planned blocks are still checkpointed. If memory runs out, it writes a report: see `training.out_of_memory.report`.
+    It says once if the device waits for the host.
 
     Raises `PlanLostError` at the first step if other code has removed the plan from a block.
     """
@@ -87,8 +85,7 @@ class MemoryTimeCallback(TrainerCallback):
 
         Raises `SpecError` for options of hf_ckpt in the arguments of a model that it is not installed on.
         """
-        handler = compat.transformers.running(CallbackHandler)
-        assert handler is not None  # it calls this
+        handler = next(compat.frames.running(CallbackHandler))  # it calls this
         # After the Trainer's flow, which decides about logging, and before the reporters, which read what this adds.
         handler.callbacks.remove(self)
         handler.callbacks.insert(1, self)
@@ -108,16 +105,16 @@ class MemoryTimeCallback(TrainerCallback):
         """The time up to which the window has counted, by the clock; None while no time is counted."""
         self._windows: list[Metrics] = []
         self._begin_window()
-        self._methods.undo()  # of a run that an error ended outside of them
-        trainer: Any = compat.transformers.running(Trainer)
-        self._methods.replace(trainer, "training_step", self._step)
+        self._methods.close()  # of a run that an error ended outside of them
+        trainer: Any = next(compat.frames.running(Trainer))
+        self._methods.replace(trainer, "training_step", self._micro_step)
         if hasattr(trainer, "_run_epoch"):  # not in transformers 4
             self._methods.replace(trainer, "_run_epoch", self._reporting)
-        can_wait = compat.devices.accelerators(devices) and not trainer.is_deepspeed_enabled
-        self._unseen = UNSEEN if can_wait else 0
-        """In how many steps to look at how far the device is behind the host."""
+        self._reads_lags = bool(compat.devices.accelerators(devices)) and not trainer.is_deepspeed_enabled
+        """Whether to read how far the device lags. Under DeepSpeed, accelerate runs the optimizer's step within the
+        backward (`DeepSpeedEngineWrapper.backward`), so that a micro-step is not one of the model only."""
         self._lags: list[float] = []
-        """How far it was in each, relative to the step's time."""
+        """How far it lagged in each micro-step so far, relative to the time of that."""
         self._write(args, state, "start", world_size=args.world_size)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -130,24 +127,22 @@ class MemoryTimeCallback(TrainerCallback):
         lost = () if _record(kwargs["model"]) is None else lost_blocks(kwargs["model"])
         if lost:
             raise PlanLostError(lost)
-        self._meter.read()
+        self._meter.read()  # what ran before, such as an evaluation, is in no window
         self._since = self._clock.stamp()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note the predicted peak of the plan that ran, and warn if torch.compile prevents a part of it."""
+        """Warn if torch.compile prevents a part of the plan."""
         record = _record(kwargs["model"])
         if record is None or not record.enabled:
             return
-        saw_no_forward = record.spec.is_planned and record.planned is None
+        # The hooks of the model plan for a batch. In a graph of the whole model they do not run.
+        saw_no_forward = record.spec.is_planned and record.session is None
         if saw_no_forward or record.heads.last == IN_GRAPH or record.compiled_by_others():
             warn_once(
                 log,
                 "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or head in a graph: "
                 'leave `torch_compile` (or dynamo in accelerate) out, or compile the blocks by `compile: "blocks"`.',
             )
-        prediction = record.plan.prediction
-        if prediction is not None and not record.measuring:
-            self._add({"memory/predicted_gib": to_gib(prediction.peak_bytes)})
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and look at the plan that ran."""
@@ -167,7 +162,7 @@ class MemoryTimeCallback(TrainerCallback):
         logs = kwargs.get("logs")
         if logs is None or "loss" not in logs:  # the log of an evaluation, or the totals at the end
             return
-        metrics = self._take_window(kwargs["model"])
+        metrics = self._end_window()
         self._pause_for_others(control)
         if metrics is None:
             return
@@ -179,9 +174,12 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the summary of the run, including steps since the last log."""
-        self._methods.undo()
-        self._take_window(kwargs["model"])
-        self._write(args, state, "end", **_combined(self._windows, OVER_WINDOWS))
+        self._methods.close()
+        self._end_window()
+        figures = _largest(self._windows)
+        if self._windows:
+            figures["time/step_s"] = statistics.median(window["time/step_s"] or 0.0 for window in self._windows)
+        self._write(args, state, "end", **figures)
 
     # --- around methods of the Trainer ---
 
@@ -190,27 +188,29 @@ class MemoryTimeCallback(TrainerCallback):
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            self._methods.undo()
+            self._methods.close()
             report(error)
             raise
 
-    def _step(self, training_step: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _micro_step(self, training_step: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run `training_step`, and say once if the device waits for the host.
 
         If it does, the device has done nearly all of a step when the host has issued all of it.
         """
         record = _record(model)
-        if not self._unseen or (record is not None and record.measuring):  # measured steps wait for the device
+        # A session waits for the device when it stores a measured step, which is in the next one.
+        if not self._reads_lags or (record is not None and record.measuring):
             return self._reporting(training_step, model, *args, **kwargs)
-        self._unseen -= 1
         host = DeviceClock()
         began = self._clock.stamp()
         host_began = host.stamp()
         loss = self._reporting(training_step, model, *args, **kwargs)
         issued_nanoseconds = host.between(host_began, host.stamp())
         self._lags.append(1 - issued_nanoseconds / self._clock.between(began, self._clock.stamp()))
-        if not self._unseen and statistics.median(self._lags) < LEAST_LAG:
-            tell(WAITS)
+        if len(self._lags) == LAG_STEPS:
+            self._reads_lags = False  # to read it, the host waits for the device
+            if statistics.median(self._lags) < LEAST_LAG:
+                tell(WAITS)
         return loss
 
     # --- what the events do ---
@@ -235,24 +235,17 @@ class MemoryTimeCallback(TrainerCallback):
         self._nanoseconds += self._clock.between(self._since, now)
         self._since = now
         reserved = to_gib(self._meter.reserved_bytes())  # before its peak begins anew
-        self._add({"memory/peak_gib": to_gib(self._meter.read_peak()), "memory/reserved_gib": reserved})
+        peaks: Metrics = {"memory/peak_gib": to_gib(self._meter.read_peak()), "memory/reserved_gib": reserved}
+        self._window = _largest([self._window, peaks])
 
-    def _add(self, figures: Metrics) -> None:
-        """Combine the figures of the window with further ones."""
-        self._window = _combined([self._window, figures], {})
-
-    def _take_window(self, model: nn.Module) -> Metrics | None:
-        """Return the figures of the window over all ranks, or None if it has no step, and begin a new window."""
-        if not self._steps:  # on all ranks
+    def _end_window(self) -> Metrics | None:
+        """End the window, and return its figures over all ranks; None if it has no step, on all ranks alike."""
+        if not self._steps:
             return None
         if self._since is not None:
             self._read()
-        record = _record(model)
-        watch = None if record is None else record.watch
-        if watch is not None and watch.report().checks:
-            self._add({"ckpt/mismatch": len(watch.differences)})
-        self._add({"time/step_s": self._nanoseconds / 1e9 / self._steps})
-        metrics = _combined(compat.distributed.of_all_ranks(self._window), OVER_RANKS)
+        self._window["time/step_s"] = self._nanoseconds / 1e9 / self._steps
+        metrics = _largest(compat.distributed.of_all_ranks(self._window))
         self._begin_window()
         self._windows.append(metrics)
         return metrics
@@ -300,10 +293,10 @@ def _who_checkpoints(blocks: FoundBlocks, record: Installation | None) -> str:
     return f"{len(functions)} of {len(blocks.blocks)} blocks are checkpointed by {whose}"
 
 
-def _combined(rows: list[Metrics], ways: Ways) -> Metrics:
-    """Combine each figure of several rows; None if no row knows it."""
-    combined: Metrics = {}
+def _largest(rows: list[Metrics]) -> Metrics:
+    """The largest value of each figure in several rows; None if no row knows it."""
+    largest: Metrics = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [value for row in rows if (value := row.get(key)) is not None]
-        combined[key] = ways.get(key, max)(values) if values else None
-    return combined
+        largest[key] = max(values, default=None)
+    return largest

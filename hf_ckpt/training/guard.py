@@ -1,4 +1,4 @@
-"""When memory runs out: `OomGuard` retries the step under a tighter plan, and `report` says where, and what filled it.
+"""`OomGuard`: if a step runs out of memory, retry it under a tighter plan.
 
     guard = hf_ckpt.OomGuard(model)
     for batch in loader:
@@ -19,27 +19,25 @@ import copy
 import functools
 import logging
 import threading
-import traceback
-import types
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import adopt, describe, put_on
-from hf_ckpt.attach.record import carriers, installation, is_on, spec_of
-from hf_ckpt.engines.offload import lane_of
+from hf_ckpt.attach.attach import adopt, describe, put_on, spec_of
+from hf_ckpt.attach.record import installation
+from hf_ckpt.attach.switches import carriers, is_on
+from hf_ckpt.engines.host_memory import lane_of
 from hf_ckpt.engines.state import StepState
-from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError, reason_of
-from hf_ckpt.measure.live import held_bytes
-from hf_ckpt.models.blocks import base_model, find_blocks, vocabulary_head
+from hf_ckpt.errors import HfCkptError, OutOfPlansError
+from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
-from hf_ckpt.spec.files import append_line
 from hf_ckpt.training.install import install_one
-from hf_ckpt.units import format_bytes
+from hf_ckpt.training.out_of_memory import report
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +82,9 @@ class OomGuard:
         """The micro-steps since the last optimizer step, each with the state that it began with."""
         self._running = threading.Lock()
         """Held while a micro-step runs."""
-        self._left: _State | None = None
+        self._gradients_left: _State | None = None
         """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
-        self._earlier = False
+        self._had_gradients = False
         """Whether there were gradients before the first micro-step, which cannot be computed again."""
         record = installation(model)
         if record is not None and record.waits:  # on purpose, until memory runs out
@@ -107,17 +105,19 @@ class OomGuard:
         if self._running.locked():  # a call inside a call of the same guard: the outer one retries
             return step(*args, **kwargs)
         gradients = _state_of(parameter.grad for parameter in self._trained)
-        if gradients != self._left or not any(number for number, _ in gradients):
+        # If something else has changed gradients, or there are none, an optimizer has stepped in between.
+        if gradients != self._gradients_left or not any(number for number, _ in gradients):
             gradients = self._begin()
+        # With buffers, which a forward that fails may have updated, such as those of a batch norm.
         before = StepState(self.model, compat.distributed.devices_of_model(self.model))
         self._steps.append((functools.partial(step, *args, **kwargs), before))
-        self._left = None
+        self._gradients_left = None
         with self._running:
             result = self._run()
         after = _state_of(parameter.grad for parameter in self._trained)
         # If the step itself dropped gradients, an optimizer step has ended in it.
         if not any(old and old != new for (old, _), (new, _) in zip(gradients, after, strict=True)):
-            self._left = after
+            self._gradients_left = after
         return result
 
     def _begin(self) -> _State:
@@ -135,11 +135,12 @@ class OomGuard:
         parameters = dict.fromkeys((*self.model.parameters(), *self.also))
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = _state_of(parameter.grad for parameter in self._trained)
-        self._earlier = any(number for number, _ in gradients)
+        self._had_gradients = any(number for number, _ in gradients)
         return gradients
 
     def _run(self) -> Any:
         """Run the last micro-step until it succeeds. After a failure, all since the last optimizer step run again."""
+        # After a failure its gradients are dropped, and with them those of the micro-steps before it. So all run again.
         pending = self._steps[-1:]
         is_retry = False
         while True:
@@ -151,6 +152,7 @@ class OomGuard:
                     result = run()
                 return result
             except Exception as error:
+                # A guard inside the step has already tried all plans if it raises `OutOfPlansError`.
                 if isinstance(error, OutOfPlansError) or not compat.devices.is_out_of_memory(error):
                     raise
                 self._prepare_retry(error, weights)
@@ -186,7 +188,7 @@ class OomGuard:
         # A fused optimizer does not count its changes of weights.
         if weights != _state_of(self._trained) or compat.torch.has_gradient_hooks(self._trained):
             raise HfCkptError("Weights may have been changed in the backward (an optimizer inside it): no retry.")
-        if self._earlier:
+        if self._had_gradients:
             raise HfCkptError(
                 "There were gradients before the guarded steps began, which cannot be computed again. Call "
                 "`zero_grad(set_to_none=True)` before them."
@@ -196,6 +198,7 @@ class OomGuard:
 
 
 def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
+    """The state of tensors; (0, 0) for a missing gradient. Versions count changes in place."""
     return tuple((0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors)
 
 
@@ -229,6 +232,18 @@ def guarded_training_step(
     return guard(step)
 
 
+def guard_trainers() -> contextlib.AbstractContextManager[Any]:
+    """Make a context in which every Trainer of the process runs its steps under a guard."""
+    from transformers import Trainer  # slow to import, and most of hf_ckpt works without it
+
+    original = Trainer.training_step
+
+    def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        return guarded_training_step(trainer, functools.partial(original, trainer), *args, **kwargs)
+
+    return mock.patch.object(Trainer, "training_step", training_step)
+
+
 # --- tighter plans ----------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +262,10 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     """
     base = base_model(model)
     if installation(base) is None:
-        install_one(base, "full" if any(map(is_on, carriers(base).values())) else "none")
+        policy = "none"
+        if any(map(is_on, carriers(base).values())):  # transformers' own checkpointing keeps what `full` keeps
+            policy = "full"
+        install_one(base, policy)
     record = installation(base)
     assert record is not None
     record.end_watch()
@@ -256,6 +274,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         put_on(blocks, record)
         return f"the installed plan (`{record.spec.policy}`)"
     head = None if exact else vocabulary_head(base)
+    # As `attach` refuses it: a replaced `forward` may compute more. FSDP frees the head's weight between calls.
     chunks = head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base)
     has_host_memory = lane_of(next(base.parameters()).device) is not None
     tighter = tighter_plan(record.plan, chunks=chunks, offload=has_host_memory)
@@ -265,90 +284,3 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     adopt(blocks, record, spec_of(plan, record.spec), plan)
     put_on(blocks, record)
     return change
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
-
-REPORT_FILE = "hf_ckpt_out_of_memory.txt"
-"""Name of the file in the Trainer's output folder to which reports are appended."""
-REPORTED = "_hf_ckpt_reported"
-"""Attribute of an error that was reported."""
-LARGEST = 10
-"""Number of tensors that a report lists."""
-ADVICE = {
-    "evaluation": "a smaller `per_device_eval_batch_size`, or a `preprocess_logits_for_metrics`",
-    "optimizer": 'an optimizer with a smaller state, such as `optim="adamw_8bit"`, or LoRA',
-}
-"""What ran -> what needs less memory there."""
-LESS = 'a policy that keeps less, `"head": "auto"`, or fewer tokens; `hf-ckpt plan` compares them'
-"""What needs less in a forward or backward."""
-
-
-def _what_ran(frames: Iterable[types.FrameType]) -> str:
-    """Return what an error has ended: a key of `ADVICE`, `forward` or `backward`."""
-    if any(isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames):
-        return "optimizer"
-    functions = {frame.f_code.co_name for frame in frames}
-    if "evaluate" in functions:
-        return "evaluation"
-    return "backward" if "_engine_run_backward" in functions else "forward"
-
-
-def _variables(frames: Iterable[types.FrameType], names: dict[int, str]) -> list[str]:
-    """Return a line for each of the largest tensors in variables of these calls, with the module that has it."""
-    sizes = {}
-    for frame in frames:
-        where = names.get(id(frame.f_locals.get("self")), frame.f_code.co_name)
-        for name, value in frame.f_locals.items():
-            if isinstance(value, torch.Tensor):
-                storage = compat.distributed.local(value).untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes(), f"variable `{name}` {list(value.shape)} in {where}"
-    return [f"{name}: {format_bytes(size)}" for size, name in sorted(sizes.values(), reverse=True)[:LARGEST]]
-
-
-def report(error: BaseException, model: nn.Module | None = None) -> None:
-    """Log where memory ran out, what filled it and what needs less. With a Trainer, append this to `REPORT_FILE`, too.
-
-    Everything is read from the error's traceback, the model and the allocator. Nothing is recorded in training.
-
-    Args:
-        error: the error, caught outside of what ran out of memory. Another kind of error, and one that was reported
-            before, are ignored. An `OutOfPlansError` was, because the guard reports each attempt.
-        model: the model that ran; not needed with a Trainer.
-    """
-    if isinstance(error, OutOfPlansError) or hasattr(error, REPORTED) or not compat.devices.is_out_of_memory(error):
-        return
-    vars(error)[REPORTED] = True
-    # Without the caller's frame, which still runs: until it ends, Python would keep a copy of its variables.
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-    owners = [frame.f_locals.get("self") for frame in frames]
-    trainer: Any = next((owner for owner in owners if hasattr(owner, "callback_handler")), None)
-    model = getattr(trainer, "model", model)
-    if model is None:
-        return
-    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    what = _what_ran(frames)
-    running = [names[id(owner)] for owner in owners if id(owner) in names]
-    waiting = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
-    place = " of ".join([what, *running[-1:]])
-    if what == "backward" and waiting and not running:  # what autograd has saved runs no Python in backward
-        place += f", before the gradient of {waiting[-1]}"
-    devices = compat.distributed.devices_of_model(model)
-    lines = [f"hf_ckpt: out of memory in the {place}: {reason_of(error)}"]
-    for device in compat.devices.accelerators(devices):
-        with contextlib.suppress(RuntimeError):  # an allocator without statistics
-            memory = compat.devices.allocator_bytes(device)
-            lines.append(f"{device}: {format_bytes(memory.current)} used, {format_bytes(memory.reserved)} reserved")
-    lines.append(f"weights and gradients: {format_bytes(held_bytes(devices, model))}")
-    lines.append(f"optimizer state: {format_bytes(held_bytes(devices, getattr(trainer, 'optimizer', None) or {}))}")
-    lines += _variables(frames, names)
-    with contextlib.suppress(NoBlocksError):
-        record = installation(model)
-        lines.append(str(record.plan) if record is not None and record.enabled else "no plan of hf_ckpt is enabled")
-    lines.append(f"less memory: {ADVICE.get(what, LESS)}")
-    text = "\n  ".join(lines)
-    log.error("%s", text)
-    with contextlib.suppress(OSError, AttributeError):  # no folder, or no Trainer
-        path = Path(trainer.args.output_dir) / REPORT_FILE
-        append_line(path, text)
-        compat.devices.write_snapshot(path.with_suffix(".pickle"))

@@ -6,15 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hf_ckpt.attach import attach as on_model
-from hf_ckpt.attach.attach import attach, describe, detach
-from hf_ckpt.attach.process import hook_process, unhook_process
-from hf_ckpt.attach.record import GIVEN_PLAN, Installation, installation, spec_of
+from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, spec_of
+from hf_ckpt.attach.process import ProcessHooks, everywhere
+from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.planner.policies import fit_plan, make_plan
@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def install(
-    model: nn.Module | None = None,
-    spec: SpecLike | Plan = None,
-    *,
-    enable_when_trained: bool = False,
-    around_training_step: Callable[..., Any] | None = None,
+    model: nn.Module | None = None, spec: SpecLike | Plan = None, *, enable_when_trained: bool = False
 ) -> Description | None:
     """Choose what `model.activation_checkpointing_enable()` and `gradient_checkpointing_enable()` do.
 
@@ -49,8 +45,6 @@ def install(
             without one gets `full`. Arguments of an enable call take precedence.
         enable_when_trained: for scripts that never enable checkpointing. Enables it on every trainable model when its
             first training forward begins. Ignored if `model` is given.
-        around_training_step: replaces `training_step` of every Trainer; called as
-            `around_training_step(trainer, training_step, *args, **kwargs)`. Ignored if `model` is given.
 
     Returns the same as `describe(model)`, or None if no model is given.
 
@@ -65,11 +59,9 @@ def install(
             spec = Spec.parse(spec)  # an invalid one is refused before anything changes
             if spec.plan is not None:
                 Plan.load(spec.plan)
-        hook_process(
-            functools.partial(install_one, spec=spec),
-            enable_when_trained=enable_when_trained,
-            around_training_step=around_training_step,
-        )
+        everywhere.close()
+        hooks = ProcessHooks(functools.partial(install_one, spec=spec), enable_when_trained=enable_when_trained)
+        everywhere.callback(hooks.close)
         return None
     install_one(model, spec)
     return describe(model)
@@ -84,7 +76,7 @@ def uninstall(model: nn.Module | None = None) -> None:
         model: plain or wrapped. A model without a plan is unchanged. None undoes `install()` without a model.
     """
     if model is None:
-        unhook_process()
+        everywhere.close()
     else:
         detach(model)
 
@@ -103,6 +95,7 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> contextlib.Abstract
     if spec is not None or record is None:
         parsed, plan = decide(find_blocks(model), spec)
         return on_model.trial(model, plan, parsed, DECIDER)
+    # A spec with a fixed plan: `budget` would begin a session, and measure.
     parsed = spec_of(record.plan, record.spec) if record.spec.is_planned else record.spec
     return on_model.trial(model, record.plan, parsed, DECIDER)
 
@@ -135,7 +128,10 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
 
 
 class Decider:
-    """Chooses plans for the hooks on a model, and is pickled with them. `attach` knows only these methods."""
+    """Chooses plans for the hooks on a model, and is pickled with them.
+
+    `attach` may not import this room. So whoever installs hands this object over, and `attach` calls its methods.
+    """
 
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with these options; None if they do not change."""
@@ -148,13 +144,22 @@ class Decider:
         _, plan = decide(blocks, record.plan)
         return spec, dataclasses.replace(plan, head=spec.head) if "head" in options else plan
 
-    def session(self, base: nn.Module, record: Installation) -> Session:
-        """Return a new session, which measures the batches of a run under `budget` or `auto` and plans for them."""
-        return Session(base, record)
-
-    def watch(self, record: Installation) -> Watch:
-        """Begin to check blocks while the model trains."""
-        return Watch(record.spec.check_every, record.spec.on_mismatch)
+    def before_forward(
+        self, base: nn.Module, record: Installation, running: nn.Module, stack: str | None, args: Any, kwargs: Any
+    ) -> None:
+        """Let the session plan for a training forward of `running` that is about to begin, and the watch check it."""
+        spec = record.spec
+        session: Session | None = None
+        if spec.is_planned:
+            if not isinstance(record.session, Session):
+                record.session = Session(base, record)
+            session = record.session
+            session.on_batch(record, running, stack, args, kwargs)
+        # After the session, whose measurements it leaves alone.
+        if spec.check_every and not record.unchecked:
+            if not isinstance(record.watch, Watch):
+                record.watch = Watch(spec.check_every, spec.on_mismatch)
+            record.watch.on_forward(base, record, running, session)
 
 
 DECIDER = Decider()

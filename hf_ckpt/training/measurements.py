@@ -1,4 +1,16 @@
-"""Measurements of one model during training: the memory and time of its blocks under each action."""
+"""Measurements of one model during training: the memory and time of its blocks under each action.
+
+A batch is measured in stages. Each has a method that says what its step does with blocks, and one that stores it:
+
+| stage | in its step | what it does | stored by |
+|---|---|---|---|
+| forwards | recomputations run the forward under every action | `forwards_to_try` | `learn_forwards` |
+| backwards | recomputations run under an action, and so does their backward | `backwards_to_try` | `learn_backwards` |
+| actions | some blocks have an action that recomputations cannot try | `actions_to_run` | `learn_actions` |
+| times | some blocks have other actions; only times are read | `actions_to_time` | `learn_times` |
+
+The step of the first stage is the reference: all blocks keep least in it, and all others are differences from it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +23,29 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
-from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial, joined
+from hf_ckpt.costs.steps import Call, CallName, Step, Trial
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import FULL_SELECTIVE, SELECTIVE, Action
-from hf_ckpt.training.batches import Batch
+from hf_ckpt.training.conditions import Batch
 
 TIMED_STEPS = 2
-Pair = tuple[int, Action]
-"""(kind of a block, action)."""
+"""Steps whose times are read. Blocks take turns with the actions in them, so that no action is timed in one place of
+the step only."""
+
+
+class Kind(NamedTuple):
+    """What calls have in common that need the same under each action."""
+
+    modules: int
+    """A number for all blocks with equal modules."""
+    has_input_graph: bool
+    call_number: int
+    """How many calls of the block come before it in the step."""
+    has_backward: bool
+
+
+Pair = tuple[Kind, Action]
 
 
 class Times(NamedTuple):
@@ -32,9 +58,6 @@ class Times(NamedTuple):
 class Measurements:
     """Measured steps under the action that keeps least, with what trials of others have shown in them, and times.
 
-    Calls are of one kind if their blocks have equal modules, and equivalent positions in the step. Actions change all
-    calls of one kind alike.
-
     Args:
         found: the blocks of the model.
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
@@ -45,125 +68,133 @@ class Measurements:
     def __init__(self, found: FoundBlocks, actions: Sequence[Action], fixed: Mapping[str, Action]) -> None:
         self.modules = found.modules
         self.actions = tuple(actions)
+        self.least = self.actions[-1]
+        """The action that keeps least."""
         self.fixed = fixed
         self.blocks = {block.name: block for block in found.blocks}
         """Name -> block."""
-        self.full: dict[Batch, Step] = {}
-        """Steps under the action that keeps least."""
-        self.tried: set[Batch] = set()
+        self.references: dict[Batch, Step] = {}
+        """Steps in which all blocks had the action that keeps least."""
+        self.with_backwards: set[Batch] = set()
         """Batches whose backwards under other actions were measured, too."""
-        self.kinds: dict[Any, dict[CallName, int]] = collections.defaultdict(dict)
+        self.kinds: dict[Any, dict[CallName, Kind]] = collections.defaultdict(dict)
         """State of the model -> call of a block -> its kind."""
-        self._modules: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}
         """What equal modules have in common -> a number."""
-        self._numbers: dict[tuple[int, ...], int] = {}
-        """(number of the modules of a kind, its place in the step) -> number of the kind."""
         self.timed = 0
         """Number of timed steps since the last new kind."""
-        self._rows: dict[Pair | None, list[Times]] = collections.defaultdict(list)
-        """(kind, action) -> times of its calls in timed steps of one batch size. None -> of what is no call. Plans for
-        batches of any size use them."""
+        self._call_times: dict[Pair, list[Times]] = collections.defaultdict(list)
+        """Times of the calls of each kind under each action, in timed steps of one batch size. Plans for batches of any
+        size use them: a `Race` corrects what they predict."""
+        self._other_times: list[Times] = []
+        """Times of what is no call of a block, in the same steps."""
         self._timed_elements = 0
         """Batch size of the last timed step."""
 
     # --- measured steps ---
 
-    def learn(self, batch: Batch, step: Step) -> None:
-        """Store a step in which all blocks were recomputed. Blocks that it did not call keep their earlier figures."""
-        self._sort(batch, step)
-        before = self.full.get(batch)
-        if before is not None:
-            step = joined(step, before, list(self.blocks))
-        self.full[batch] = step
-        self._begins_at(batch, step)
+    def learn_forwards(self, batch: Batch, step: Step) -> None:
+        """Store a step in which all blocks were recomputed."""
+        self._add_kinds(batch, step)
+        self.references[batch] = step
+        self.learn_start(batch, step.start_bytes, step.outside_peak_bytes)
 
-    def learn_trials(self, batch: Batch, step: Step) -> None:
-        """Store what a step has tried that is like a stored one."""
-        self.tried.add(batch)
-        full = self.full.get(batch)
-        if full is not None:
-            self.full[batch] = joined(full.with_trials(step), step, list(self.blocks))
-            self._sort(batch, self.full[batch])
+    def learn_backwards(self, batch: Batch, step: Step) -> None:
+        """Store what the backwards of a step have shown that is like the reference step of the batch."""
+        self.with_backwards.add(batch)
+        self.references[batch] = self.references[batch].with_trials(step)
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
-        """Store what blocks needed that had these actions in their forward: see `to_run`."""
-        self.full[batch] = self.full[batch].with_actions(step, actions)
+        """Store what blocks needed that had these actions in their forward."""
+        self.references[batch] = self.references[batch].with_actions(step, actions)
 
-    def forget_steps(self) -> None:
-        """Forget all measured steps, but not the times: more is alive beside them from now on."""
-        self.full.clear()
-        self.tried.clear()
+    def learn_start(self, batch: Batch, start_bytes: int, outside_peak_bytes: int = 0) -> None:
+        """Store the bytes alive when steps with such a batch begin: all that stays, such as the buckets of DDP.
 
-    def _begins_at(self, batch: Batch, step: Step) -> None:
-        """Other steps begin where this one does: what is alive outside of steps may have grown, or shrunk."""
-        for other, full in self.full.items():
-            if (other.resident, other.state) == (batch.resident, batch.state):
-                outside = max(full.outside_peak_bytes, step.outside_peak_bytes)
-                self.full[other] = dataclasses.replace(full, start_bytes=step.start_bytes, outside_peak_bytes=outside)
-
-    def begins_at(self, batch: Batch, level: int) -> None:
-        """Store the bytes alive when a step with a batch begins: all that stays, such as the buckets of DDP."""
-        self._begins_at(batch, Step(level, Part(), (), 0))
+        They may fall again: a variable may have held the logits of an evaluation. The peak outside of steps is the
+        highest that was seen, because not every step is followed by one of the optimizer.
+        """
+        for other, step in self.references.items():
+            if (other.has_gradients, other.state) == (batch.has_gradients, batch.state):
+                outside = max(step.outside_peak_bytes, outside_peak_bytes)
+                self.references[other] = dataclasses.replace(step, start_bytes=start_bytes, outside_peak_bytes=outside)
 
     def learn_times(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store the times of a step in which some blocks had these actions."""
-        if batch.elements != self._timed_elements:
-            self._rows.clear()
+        if batch.elements != self._timed_elements:  # times of different sizes have no median
+            self._call_times.clear()
+            self._other_times.clear()
         self._timed_elements = batch.elements
         self.timed += 1
-        between = sum(call.behind.nanoseconds for call in step.calls)
+        between = sum(call.until_next.nanoseconds for call in step.calls)
         head = sum(part.nanoseconds for part in step.head)
-        self._rows[None].append(Times(step.before.nanoseconds + between, head))
+        self._other_times.append(Times(step.before.nanoseconds + between, head))
         for call in step.calls:
             kind = self.kinds[batch.state].get(call.name)
             if kind is not None:
                 backward = 0 if call.backward is None else call.backward.nanoseconds
-                row = Times(call.forward.nanoseconds, backward)
-                self._rows[kind, actions.get(call.name[0], self.actions[-1])].append(row)
+                action = actions.get(call.name[0], self.least)
+                self._call_times[kind, action].append(Times(call.forward.nanoseconds, backward))
 
-    def _sort(self, batch: Batch, step: Step) -> None:
+    def forget_steps(self) -> None:
+        """Forget all measured steps, but not the times: more is alive beside them from now on."""
+        self.references.clear()
+        self.with_backwards.clear()
+
+    def _add_kinds(self, batch: Batch, step: Step) -> None:
         """Assign a kind to every new call."""
         kinds = self.kinds[batch.state]
         for call in step.calls:
             if call.name not in kinds:
-                kind = self._look(call.name[0], batch), call.has_input_graph, call.name[1], call.backward is None
-                if kind not in self._numbers:
-                    self._numbers[kind] = len(self._numbers)
+                number = self._number_of_modules(call.name[0], batch)
+                kind = Kind(number, call.has_input_graph, call.name[1], call.backward is not None)
+                if kind not in self._all_kinds():
                     self.timed = 0
-                kinds[call.name] = self._numbers[kind]
+                kinds[call.name] = kind
 
-    def _look(self, block: str, batch: Batch) -> int:
+    def _all_kinds(self) -> set[Kind]:
+        """The kinds of all calls in all states of the model."""
+        return {kind for kinds in self.kinds.values() for kind in kinds.values()}
+
+    def _number_of_modules(self, block: str, batch: Batch) -> int:
         """The number of all blocks whose modules equal those of this one."""
         module = self.modules[block]
+        # A frozen weight saves other tensors than a trained one. The types of modules also tell activations apart.
         parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
-        look = parameters, tuple(map(type, module.modules())), batch.state[0], self.fixed.get(block)
-        return self._modules.setdefault(look, len(self._modules))
+        same = parameters, tuple(map(type, module.modules())), batch.state[0], self.fixed.get(block)
+        return self._numbers.setdefault(same, len(self._numbers))
 
-    def reference(self, batch: Batch) -> tuple[Batch, Step] | None:
-        """Return a measured batch that is near this one, and a bound for this one's step; None if none was measured.
+    # --- measured batches that are like others ---
 
-        The smallest of those that cover it comes first. The step of a smaller one is scaled as attention grows, with
-        the square of its length.
+    def nearest(self, batch: Batch) -> Batch | None:
+        """Return the measured batch that tells most about this one; None if none is near.
+
+        That is the smallest of those that cover it, or else the largest.
         """
-        near = [other for other in self.full if other.is_near(batch)]
+        near = [other for other in self.references if other.is_near(batch)]
         covering = [other for other in near if other.covers(batch)]
         if covering:
-            smallest = min(covering, key=lambda other: other.elements)
-            return smallest, self.full[smallest]
-        if not near:
-            return None
-        largest = max(near, key=lambda other: other.elements)
-        return batch, self.full[largest].scaled(batch.growth(largest) ** 2)
+            return min(covering, key=lambda other: other.elements)
+        return max(near, key=lambda other: other.elements, default=None)
 
-    def _bound(self, batch: Batch) -> Step:
-        """Return a bound for the step of a batch, which must have a `reference`."""
-        reference = self.reference(batch)
-        assert reference is not None
-        return reference[1]
+    def bound(self, batch: Batch) -> Step:
+        """Return a bound for the step of a batch that has a `nearest` one.
+
+        The step of a smaller batch is scaled as attention grows, with the square of its length. Everything else in a
+        block grows less.
+        """
+        nearest = self.nearest(batch)
+        assert nearest is not None
+        step = self.references[nearest]
+        return step if nearest.covers(batch) else step.scaled(batch.growth(nearest) ** 2)
+
+    def lacks_backwards(self, batch: Batch) -> bool:
+        """Whether the batch has a reference step of its own, but its backwards were not measured."""
+        return batch not in self.with_backwards and batch in self.references and self.nearest(batch) == batch
 
     # --- what to measure next ---
 
-    def to_show(self, batch: Batch) -> dict[str, Tries]:
+    def forwards_to_try(self, batch: Batch) -> dict[str, Tries]:
         """Return trials of the forward under every action, for the first step of a batch.
 
         Blocks with equal modules share the actions. The last of them take them first, because what comes before the
@@ -172,7 +203,8 @@ class Measurements:
         groups = collections.defaultdict[int, list[str]](list)
         for block in reversed(self.blocks):
             if block not in self.fixed:
-                groups[self._look(block, batch)].append(block)
+                # Not by kind, which is known only when the first step has run.
+                groups[self._number_of_modules(block, batch)].append(block)
         tries: dict[str, Tries] = {}
         for blocks in groups.values():
             for place, action in enumerate(self._tried_actions):
@@ -180,41 +212,49 @@ class Measurements:
                 tries[block] = Tries((*tries.get(block, Tries()).shown, action))
         return tries
 
-    def to_try(self, batch: Batch) -> dict[str, Tries]:
+    def backwards_to_try(self, batch: Batch) -> dict[str, Tries]:
         """Return trials of the backward, for the second step of a batch; and what was not shown of a kind so far.
 
-        The last blocks of each kind get an action each. If there are fewer than actions, the bound of the others stays.
+        The last blocks of each kind get an action each. If there are fewer than actions, those that keep least come
+        first: for the others the backward under the action that keeps least is a bound, since it holds all that a block
+        keeps.
         """
-        step = self.full[batch]
         tries: dict[str, Tries] = {}
-        for calls in self._calls_of_kinds(batch, step).values():
+        for calls in self._calls_of_kinds(batch, self.references[batch]).values():
             blocks = list(dict.fromkeys(call.name[0] for call in reversed(calls)))
-            seen = {action for call in calls for action in call.trials}
-            missing = tuple(action for action in self._tried_actions if action not in seen)
-            for place, (block, last) in enumerate(zip(blocks, reversed(self._tried_actions), strict=False)):
-                tries.setdefault(block, Tries(() if place else missing, last))
+            shown = {action for call in calls for action in call.trials}
+            missing = tuple(action for action in self._tried_actions if action not in shown)
+            for block, last in zip(blocks, reversed(self._tried_actions), strict=False):
+                tries.setdefault(block, Tries(missing, last))
+                missing = ()  # the first block has shown them
         return tries
 
     @property
     def _tried_actions(self) -> tuple[Action, ...]:
-        """The actions that trials show, from which the others follow."""
+        """The actions that recomputations try.
+
+        `full+selective` follows from `selective`: see `Call.recomputed`. Tiles must run in the forward, too.
+        """
         return tuple(action for action in self.actions[:-1] if action != FULL_SELECTIVE and action.tile is None)
 
-    def to_run(self, batch: Batch, limit: int, *, everything: bool) -> dict[str, Action]:
+    def actions_to_run(self, batch: Batch, limit: int, *, everything: bool) -> dict[str, Action]:
         """Return blocks to run under an action that was not measured, if they fit into a limit, in bytes.
 
-        With `everything`, for blocks whose recomputation can try nothing; else for feed-forwards in tiles, which run so
-        in the forward, too. A block keeps no more than its backward holds under the action that keeps least.
+        With `everything`, for blocks whose recomputation can try nothing; else for feed-forwards in tiles. Blocks of
+        all kinds have the same action, because the step has one difference from the reference. Those that keep least
+        come first. A block keeps no more than its backward holds under the action that keeps least.
         """
-        step = self._bound(batch)
+        step = self.bound(batch)
         room = limit - self.costs(batch).peak({})
-        tiled = tuple(action for action in self.actions if action.tile is not None)
-        for action in reversed(self._tried_actions) if everything else tiled:
+        actions = [action for action in self.actions if action.tile is not None]
+        if everything:
+            actions = list(reversed(self._tried_actions))
+        for action in actions:
             chosen: dict[str, Action] = {}
             for calls in self._calls_of_kinds(batch, step).values():
                 last = calls[-1]
                 assert last.backward is not None
-                needed = 0 if action in tiled else last.backward.peak
+                needed = last.backward.peak if action.tile is None else 0  # tiles keep what `full` keeps
                 if needed <= room and not any(action in call.trials for call in calls):
                     chosen[last.name[0]] = action
                     room -= needed
@@ -222,29 +262,30 @@ class Measurements:
                 return chosen
         return {}
 
-    def to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
+    def actions_to_time(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under other actions than the one that keeps least, as many as fit into a limit, in
-        bytes; none if only that one is known. The batch must have a `reference`.
+        bytes; none if only that one is known. The batch must have a `nearest` one.
 
         Neighbours of a kind take turns, and another action begins in the next step. So calls at both ends of a step,
         which take longer, are not those of one action.
         """
-        step = self._bound(batch)
-        shown = self._shown(batch, step)
+        step = self.bound(batch)
+        trials = self._trials_of_kinds(batch, step)
         costs = self.costs(batch)
         chosen: dict[str, Action] = {}
         for kind, calls in self._calls_of_kinds(batch, step).items():
-            least = self.actions[-1]
-            actions = [least, *(action for action in self.actions[:-1] if (kind, action) in shown)]
+            actions = [self.least, *(action for action in self.actions[:-1] if (kind, action) in trials)]
+            # In another order in each timed step: see `TIMED_STEPS`.
             turns = itertools.islice(itertools.cycle(actions), self.timed, None)
-            for block, action in zip(reversed(dict.fromkeys(call.name[0] for call in calls)), turns, strict=False):
-                if action != least and costs.peak({**chosen, block: action}) <= limit:
+            blocks = dict.fromkeys(call.name[0] for call in calls)
+            for block, action in zip(reversed(blocks), turns, strict=False):
+                if action != self.least and costs.peak({**chosen, block: action}) <= limit:
                     chosen[block] = action
         return chosen
 
-    def _calls_of_kinds(self, batch: Batch, step: Step) -> dict[int, list[Call]]:
+    def _calls_of_kinds(self, batch: Batch, step: Step) -> dict[Kind, list[Call]]:
         """The calls with a backward whose action may be chosen: kind -> its calls."""
-        calls = collections.defaultdict[int, list[Call]](list)
+        calls = collections.defaultdict[Kind, list[Call]](list)
         for call in step.calls:
             if call.backward is not None and call.name[0] not in self.fixed:
                 calls[self.kinds[batch.state][call.name]].append(call)
@@ -253,103 +294,114 @@ class Measurements:
     # --- costs ---
 
     def costs(self, batch: Batch, actions: Collection[Action] | None = None) -> Costs:
-        """Return the costs for a batch, which must have a `reference`.
+        """Return the costs for a batch, which must have a `nearest` one.
 
         `actions` are those that blocks may have, by default all. A block that may have none of them keeps least.
         """
         allowed = self.actions if actions is None else actions
-        full = self._bound(batch)
-        times = self._times()
-        shown = self._shown(batch, full)
-        shares = self._shares_of_time(times)
-        calls = []
-        trials: dict[CallName, dict[Action, Trial]] = {}
-        for call in full.calls:
+        step = self._timed(batch, self.bound(batch))
+        shown = self._trials_of_kinds(batch, step)
+        trials = {}
+        for call in step.calls:
             kind = self.kinds[batch.state][call.name]
-            spent = times.get((kind, self.actions[-1]), Times())
-            calls.append(_timed(call, spent))
-            least = calls[-1].as_it_ran()
-            if call.name[0] in self.fixed or call.backward is None:
-                trials[call.name] = {self.fixed.get(call.name[0], self.actions[0]): least}
-                continue
-            of_call = trials[call.name] = {}
-            for action in self.actions[:-1]:
-                if (kind, action) in shown and action in allowed:
-                    rest = round(shares.get((kind, action), 1.0) * sum(spent)) - spent.forward
-                    of_call[action] = dataclasses.replace(shown[kind, action], backward_nanoseconds=max(0, rest))
-            if self.actions[-1] in allowed or not of_call:
-                of_call[self.actions[-1]] = least
-        outside = times.get(None, Times())
-        before = dataclasses.replace(full.before, nanoseconds=outside.forward)
-        forward, backward = full.head
-        head = dataclasses.replace(forward, nanoseconds=0), dataclasses.replace(backward, nanoseconds=outside.backward)
-        step = dataclasses.replace(full, before=before, calls=tuple(calls), head=head)
-        costs = costs_of_step(step, [self.blocks[name] for name, _ in full.names], trials, self.actions)
+            of_kind = {action: shown[kind, action] for action in allowed if (kind, action) in shown}
+            trials[call.name] = self._choices(call, of_kind, self.least in allowed)
+        costs = costs_of_step(step, [self.blocks[name] for name, _ in step.names], trials, self.actions)
         return dataclasses.replace(
             costs,
-            tokens=sum(math.prod(forward.text) for forward in batch.forwards),
-            sequences=max(forward.text[0] for forward in batch.forwards),
+            tokens=sum(math.prod(forward.rows_and_tokens) for forward in batch.forwards),
+            sequences=max(forward.rows_and_tokens[0] for forward in batch.forwards),
         )
 
-    def _shown(self, batch: Batch, full: Step) -> dict[Pair, Trial]:
+    def _timed(self, batch: Batch, step: Step) -> Step:
+        """A step with the times of such calls in timed steps; all that runs between calls counts before them."""
+        calls = []
+        for call in step.calls:
+            spent = self._times_of(self.kinds[batch.state][call.name], self.least)
+            forward = dataclasses.replace(call.forward, nanoseconds=spent.forward)
+            backward = call.backward and dataclasses.replace(call.backward, nanoseconds=spent.backward)
+            until_next = dataclasses.replace(call.until_next, nanoseconds=0)
+            calls.append(dataclasses.replace(call, forward=forward, until_next=until_next, backward=backward))
+        others = _median(self._other_times)
+        before = dataclasses.replace(step.before, nanoseconds=others.forward)
+        forward, backward = step.head
+        head = dataclasses.replace(forward, nanoseconds=0), dataclasses.replace(backward, nanoseconds=others.backward)
+        return dataclasses.replace(step, before=before, calls=tuple(calls), head=head)
+
+    def _choices(self, call: Call, shown: dict[Action, Trial], may_keep_least: bool) -> dict[Action, Trial]:
+        """What a call needs under every action that it may have, of those that trials have shown and the least."""
+        block = call.name[0]
+        if block in self.fixed or call.backward is None:  # without a backward nothing is recomputed: that is `keep`
+            return {self.fixed.get(block, self.actions[0]): call.as_it_ran()}
+        if may_keep_least or not shown:
+            return {**shown, self.least: call.as_it_ran()}
+        return shown
+
+    def _trials_of_kinds(self, batch: Batch, step: Step) -> dict[Pair, Trial]:
         """What calls of each kind need under every action that trials have shown.
 
         A kind on which an action was not tried has what kinds of equal modules need; so has one of which no backward
         was tried, for that.
         """
-        trials = collections.defaultdict[Pair, list[Trial]](list)
-        for kind, calls in self._calls_of_kinds(batch, full).items():
+        of_kinds = collections.defaultdict[Pair, list[Trial]](list)
+        of_modules = collections.defaultdict[tuple[int, Action], list[Trial]](list)
+        for kind, calls in self._calls_of_kinds(batch, step).items():
             for call in calls:
-                for action, trial in call.trials.items():
-                    trials[kind, action].append(trial)
-                selective = call.trials.get(SELECTIVE)
-                if selective is not None and selective.backward_peak is not None and FULL_SELECTIVE in self.actions:
-                    trials[kind, FULL_SELECTIVE].append(call.recomputed(selective))
-        modules = {kind: number for (number, *_), kind in self._numbers.items()}
+                for action, trial in self._trials_of(call).items():
+                    of_kinds[kind, action].append(trial)
+                    of_modules[kind.modules, action].append(trial)
+        shares = self._shares_of_time()
         shown: dict[Pair, Trial] = {}
         for kind, action in itertools.product(set(self.kinds[batch.state].values()), self.actions):
-            like = [pair for pair in trials if pair[1] == action and modules[pair[0]] == modules[kind]]
-            if like:
-                most = max(itertools.chain(*map(trials.__getitem__, like)), key=_tells)
-                trial = max(trials.get((kind, action), [most]), key=_tells)
+            if (kind.modules, action) in of_modules:
+                of_equal = max(of_modules[kind.modules, action], key=_certainty)
+                trial = max(of_kinds.get((kind, action), [of_equal]), key=_certainty)
                 if trial.backward_peak is None:
-                    trial = dataclasses.replace(trial, backward_peak=most.backward_peak)
-                shown[kind, action] = trial
+                    trial = dataclasses.replace(trial, backward_peak=of_equal.backward_peak)
+                # Forwards have the same time under every action. Only sums matter to a plan, so the backward has the
+                # difference.
+                least = self._times_of(kind, self.least)
+                backward = round(shares.get((kind, action), 1.0) * sum(least)) - least.forward
+                shown[kind, action] = dataclasses.replace(trial, backward_nanoseconds=max(0, backward))
         return shown
 
-    def _times(self) -> dict[Pair | None, Times]:
-        """The median time of a call of each kind under each action; of two, the shorter."""
-        return {
-            pair: Times(*(round(statistics.median_low(column)) for column in zip(*rows, strict=True)))
-            for pair, rows in self._rows.items()
-        }
+    def _trials_of(self, call: Call) -> dict[Action, Trial]:
+        """What a call has shown of every action, also of `full+selective`, whose recomputation is like `selective`."""
+        selective = call.trials.get(SELECTIVE)
+        if selective is None or selective.backward_peak is None or FULL_SELECTIVE not in self.actions:
+            return dict(call.trials)
+        return {**call.trials, FULL_SELECTIVE: call.recomputed(selective)}
 
-    def _shares_of_time(self, times: Mapping[Pair | None, Times]) -> dict[Pair, float]:
+    def _times_of(self, kind: Kind, action: Action) -> Times:
+        """The median time of a call of this kind; 0 if none was timed."""
+        return _median(self._call_times.get((kind, action), ()))
+
+    def _shares_of_time(self) -> dict[Pair, float]:
         """Time of forward and backward as a share of that under the action that keeps least.
 
         A kind without a time under an action has the mean share of the others.
         """
         shares: dict[Pair, float] = {}
-        for pair, spent in times.items():
-            least = None if pair is None else times.get((pair[0], self.actions[-1]))
-            if pair is not None and least is not None and least.backward:
-                shares[pair] = sum(spent) / max(1, sum(least))
+        for kind, action in self._call_times:
+            least = self._times_of(kind, self.least)
+            if least.backward:  # else that action was not timed, in the same steps, on a block of this kind
+                shares[kind, action] = sum(self._times_of(kind, action)) / sum(least)
         for action in self.actions[:-1]:
             others = [share for (_, other), share in shares.items() if other == action]
-            for kind in self._numbers.values() if others else ():
-                shares.setdefault((kind, action), statistics.fmean(others))
+            if others:
+                for kind in self._all_kinds():
+                    shares.setdefault((kind, action), statistics.fmean(others))
         return shares
 
 
-def _timed(call: Call, spent: Times) -> Call:
-    """A call with the times of such calls; what runs between calls counts as a whole, beside them."""
-    forward = dataclasses.replace(call.forward, nanoseconds=spent.forward)
-    behind = dataclasses.replace(call.behind, nanoseconds=0)
-    backward = call.backward and dataclasses.replace(call.backward, nanoseconds=spent.backward)
-    return dataclasses.replace(call, forward=forward, behind=behind, backward=backward)
+def _median(times: Collection[Times]) -> Times:
+    """The median of each time; of two, the shorter, because a stall only makes a time longer."""
+    if not times:
+        return Times()
+    return Times(*(statistics.median_low(column) for column in zip(*times, strict=True)))
 
 
-def _tells(trial: Trial) -> tuple[bool, int]:
-    """How much a trial tells: one of the backward tells more than one of the forward only; one that keeps most is
-    safe."""
+def _certainty(trial: Trial) -> tuple[bool, int]:
+    """The order of trials of the same thing: one of the backward is surer than one of the forward only; of others, the
+    one that keeps most is safe."""
     return trial.backward_peak is not None, trial.kept

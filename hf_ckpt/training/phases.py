@@ -1,9 +1,19 @@
-"""What a step of a run under `budget` or `auto` is for."""
+"""What a step of a run under `budget` or `auto` is for, and which plan wins a race.
+
+Whole steps decide which plan is the fastest, because blocks that are timed one by one may wait for the host, or the
+device for them, in other ways than in a plan.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import statistics
+from collections.abc import Collection, Sequence
+
+from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.training.conditions import Batch
 
 MOST_FAILURES = 8
 """After so many steps in a row that could not be measured, nothing more is measured."""
@@ -13,27 +23,30 @@ class Phase(enum.Enum):
     """What a step is for."""
 
     WARM_UP = "warm-up"
+    """DDP prepares itself; nothing is measured."""
     MEASURE = "measure"
+    """Memory is read."""
     TIME = "time"
+    """Times of blocks are read."""
     RACE = "race"
+    """The time of the whole step is read, under a plan that may be the fastest."""
     CHECK = "check"
+    """The first step under the plan of its batch; its memory is read."""
     PLAN = "plan"
+    """A step under the plan of its batch."""
     GIVEN_UP = "given up"
+    """So many steps could not be measured that none is any more."""
+    PAUSED = "paused"
+    """A forward more than was expected, or a larger one, has no room under the plan."""
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether such a step runs under a plan that stays; a plan of another step is enabled for one step."""
-        return self in (Phase.CHECK, Phase.PLAN)
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether memory or time of such a step is read."""
-        return self not in (Phase.WARM_UP, Phase.PLAN, Phase.GIVEN_UP)
+MEASURED = frozenset({Phase.MEASURE, Phase.TIME, Phase.RACE, Phase.CHECK})
+"""Phases whose steps have their memory or time read."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """What is known when a batch comes."""
+class Progress:
+    """What is known when a batch comes, as far as it decides what its step is for."""
 
     is_warm: bool = True
     """Whether enough steps ran before the first measured one."""
@@ -51,19 +64,85 @@ class Known:
     """Whether whole steps have decided between the plans that may be the fastest, or there is only one."""
 
 
-def phase_of(known: Known) -> Phase:
+def phase_of(progress: Progress) -> Phase:
     """Return what the next step is for: the first of these that is still to be done."""
-    gave_up = known.failures >= MOST_FAILURES
-    if not known.is_warm:
+    gave_up = progress.failures >= MOST_FAILURES
+    if not progress.is_warm:
         return Phase.WARM_UP
-    if known.has_plan:
-        return Phase.PLAN if known.is_checked or gave_up else Phase.CHECK
+    # A plan that was made is not wrong because later steps cannot be measured.
+    if progress.has_plan:
+        return Phase.PLAN if progress.is_checked or gave_up else Phase.CHECK
     if gave_up:
         return Phase.GIVEN_UP
-    if not known.has_bytes:
+    if not progress.has_bytes:
         return Phase.MEASURE
-    if not known.has_times:
+    if not progress.has_times:
         return Phase.TIME
-    if not known.has_raced:
+    if not progress.has_raced:
         return Phase.RACE
     return Phase.CHECK
+
+
+# --- the race ---------------------------------------------------------------------------------------------------------
+
+RACE_STEPS = 3
+"""Steps of each plan that are timed. The median counts, so that the first may be slower."""
+Actions = tuple[Action, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """A plan that may be the fastest."""
+
+    allowed: Actions
+    """The actions that it chooses from."""
+    plan: Plan
+    seconds: float
+    """Its predicted time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entered:
+    """The plans that may be the fastest for a batch."""
+
+    batch: Batch
+    entrants: tuple[Entrant, ...]
+    hints: tuple[str, ...] = ()
+    """What would lower the peak, if none of them fits."""
+
+
+class Race:
+    """Times of whole steps of a run, relative to their predictions, so that batches of all shapes count."""
+
+    def __init__(self) -> None:
+        self.ratios: dict[Actions, list[float]] = {}
+        """Actions that a plan was chosen from -> measured time of each step, as a multiple of the predicted one."""
+
+    def next(self, entrants: Sequence[Entrant]) -> Entrant | None:
+        """Return the plan to time in the next step; None if enough steps were timed, or if all plans are the same."""
+        plans = {entrant.plan.actions for entrant in entrants}
+        # In turn, so that what slows the machine down for a while slows down all of them.
+        least = min(entrants, key=self._steps)
+        return None if len(plans) == 1 or self._steps(least) >= RACE_STEPS else least
+
+    def learn(self, plan: Plan, entrants: Collection[Entrant], nanoseconds: int) -> None:
+        """Store the time of a step under a plan, for all entrants that have this plan."""
+        for entrant in entrants:
+            # A prediction is 0 if blocks were never timed, for want of room.
+            if entrant.plan.actions == plan.actions:
+                self.ratios.setdefault(entrant.allowed, []).append(nanoseconds / 1e9 / max(1e-9, entrant.seconds))
+
+    def winner(self, entrants: Sequence[Entrant]) -> Entrant:
+        """Return the fastest plan, with the time that steps have shown."""
+        return min(map(self._corrected, entrants), key=lambda entrant: entrant.seconds)
+
+    def _steps(self, entrant: Entrant) -> int:
+        return len(self.ratios.get(entrant.allowed, ()))
+
+    def _corrected(self, entrant: Entrant) -> Entrant:
+        """The entrant with the time that steps have shown; with its prediction if none was raced, as when all plans are
+        the same, or when other ranks did not race."""
+        ratios = self.ratios.get(entrant.allowed)
+        if not ratios:
+            return entrant
+        return dataclasses.replace(entrant, seconds=entrant.seconds * statistics.median(ratios))

@@ -92,10 +92,11 @@ def verify(
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
     base = base_model(model)
-    builds_cache = "use_cache" not in batch and compat.transformers.wants_use_cache(base)
+    # With a cache, keys and values have another layout in memory, and products of them round in another way.
+    builds_cache = "use_cache" not in batch and "use_cache" in compat.transformers.forward_parameters(base)
     if builds_cache and not compat.transformers.cache_hides_packing(base, batch):
         batch = {**batch, "use_cache": False}
-    before = StepState(model, compat.random_state.all_devices())
+    before = StepState(model, compat.process_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
     try:
@@ -106,6 +107,8 @@ def verify(
                     "without a spec, or verify the plan `hf_ckpt.describe(model).plan`."
                 )
             compiled = {name for name, action in record.plan.active().items() if ACTIONS[action.kind].compiles}
+            # Kernels that inductor fuses round in another way than eager ones, so compiled blocks are compared with
+            # compiled ones.
             with trial(model, _with_share_1(record.plan)) if compiled else paused(model):
                 plain = _step(model, batch, loss_fn)
             before.restore()
@@ -147,29 +150,39 @@ def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[st
     norms = [float(gradient.double().norm()) for gradient in plain.gradients.values()]
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
     gradients = _gaps(plain.gradients, planned.gradients, least=0.01 * max(norms, default=0.0))
-    buffers = _gaps(plain.buffers, planned.buffers)
     loss = _gaps({"": plain.loss}, {"": planned.loss})[""]
-    allowed = 0.0
-    is_exact = all(ACTIONS[action.kind].is_exact for _, action in after.plan.actions)
-    if not is_exact or after.plan.head != "full":
-        is_16_bit = any(gradient.dtype.itemsize < 4 for gradient in plain.gradients.values())
-        allowed = ROUNDING_16 if is_16_bit or compat.devices.autocast_is_on() else ROUNDING
+    buffers = _gaps(plain.buffers, planned.buffers)
+    allowed = _allowed_gap(plain, after.plan)
+    loss_in_words = f"differs by {loss:.2g} of its value" if loss else "equal"
+    equal = f"{[*gradients.values()].count(0.0)} of {len(gradients)} bit-equal"
+    if allowed:
+        most = max(gradients.values(), default=0.0)
+        equal += f", the others up to {most:.2g} of their norm (allowed {allowed:g})"
     problems = _not_carried_out(after, compiled)
     checks = [(f"gradient of {name}", gap, allowed) for name, gap in gradients.items()]
-    checks += [("loss", loss, allowed), *((f"buffer {name}", gap, 0.0) for name, gap in buffers.items())]
-    wrong = [f"{name} differs by {gap:.2g} of its norm" for name, gap, most in checks if not gap <= most]  # or NaN
+    checks.append(("loss", loss, allowed))
+    checks += [(f"buffer {name}", gap, 0.0) for name, gap in buffers.items()]
+    # Not `gap > most`, which is false for NaN. What differs first is enough: all behind it differ as well.
+    wrong = [f"{name} differs by {gap:.2g} of its norm" for name, gap, most in checks if not gap <= most]
     problems += wrong[:1]
     if not gradients:
         problems.append("no parameter got a gradient: nothing was compared")
-    equal = f"{list(gradients.values()).count(0.0)} of {len(gradients)} bit-equal"
-    largest = max(gradients.values(), default=0.0)
     return Verification(
         plan=after.plan,
-        loss=f"differs by {loss:.2g} of its value" if loss else "equal",
-        gradients=f"{equal}, the others up to {largest:.2g} of their norm (allowed {allowed:g})" if allowed else equal,
+        loss=loss_in_words,
+        gradients=equal,
         recomputed=after.recomputed,
         problems=tuple(problems),
     )
+
+
+def _allowed_gap(plain: _Step, plan: Plan) -> float:
+    """How far gradients may differ under a plan: 0 unless it adds numbers in another order."""
+    is_exact = all(ACTIONS[action.kind].is_exact for _, action in plan.actions)
+    if is_exact and plan.head == "full":
+        return 0.0
+    is_16_bit = any(gradient.dtype.itemsize < 4 for gradient in plain.gradients.values())
+    return ROUNDING_16 if is_16_bit or compat.devices.autocast_is_on() else ROUNDING
 
 
 def _gaps(plain: dict[str, torch.Tensor], planned: dict[str, torch.Tensor], least: float = 0.0) -> dict[str, float]:
@@ -187,6 +200,7 @@ def _gaps(plain: dict[str, torch.Tensor], planned: dict[str, torch.Tensor], leas
 def _not_carried_out(after: Description, compiled: set[str]) -> list[str]:
     """Return what the plan promises, and its last step did not do."""
     problems = []
+    # Below the first trained parameter there is no backward; what a graph recomputes is not counted.
     hidden = {*after.frozen, *compiled.intersection(after.in_graphs)}
     missing = [name for name, count in after.recomputed.items() if not count and name not in hidden]
     if missing:

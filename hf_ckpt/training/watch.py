@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
 
 from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import put_check
 from hf_ckpt.attach.record import Installation
-from hf_ckpt.engines.check import CAUSES, Check, Difference
+from hf_ckpt.engines.check import Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.memory import spare_bytes
 from hf_ckpt.spec.description import Watched
+from hf_ckpt.training.session import Session
 
 log = logging.getLogger(__name__)
 
 FIRST = 3
-"""The first training forward that is checked. Whoever measures memory in the first two steps measures no check."""
+"""The first training forward that is checked. Users read the peak of the first steps, to which a check would add."""
 
 
 class Watch:
@@ -42,8 +42,6 @@ class Watch:
         self.on_mismatch = on_mismatch
         self.differences: list[Difference] = []
         """The first difference of each check that found one."""
-        self.updated: dict[str, str] = {}
-        """What recomputations updated once more: qualified name -> that, in words."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
         self._next = min(FIRST, check_every)
@@ -56,32 +54,33 @@ class Watch:
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
 
-    def on_forward(self, base: nn.Module, record: Installation, running: nn.Module) -> None:
+    def on_forward(self, base: nn.Module, record: Installation, running: nn.Module, session: Session | None) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
 
         Args:
             base: the model, plain.
             record: the record on it.
             running: the module whose forward begins. Compiled modules in it may hold blocks.
+            session: the session of the run under `budget` and `auto`.
         """
         self.stop()
-        if record.planned is not None and record.planned.measures:
+        if record.measuring:
             return
         self._forwards += 1
-        if record.session is not None and record.session.recorder is not None:
-            return  # a check would disturb it
+        if session is not None and session.recorder is not None:
+            return  # the peak of the first step under a plan is measured, and a check would add to it
         if self._forwards < self._next or compat.devices.is_capturing():
             return  # a check waits for the device, which a captured graph does not allow
         blocks = self._blocks(record, running)
         devices = compat.distributed.devices_of_model(base)
         room: int | None
-        if record.planned is not None:
-            room = _room_bytes(record.planned)
+        if session is not None:
+            room = session.room_bytes()
         elif self._forwards == 1 and compat.devices.accelerators(devices):
-            return  # the first step shows what is left
+            return  # what a device has left is known once the allocator has seen the peak of a step
         else:
             room = spare_bytes(devices)
-        self._next = self._forwards + self.check_every
+        self._next = self._forwards + self.check_every  # also if this forward cannot be checked: the next is alike
         if not blocks:
             return
         if room is None:
@@ -94,8 +93,8 @@ class Watch:
             return
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
-        whole = compat.distributed.parameters_stay(base)
-        check = put_check(module, name, room_bytes=room, whole=whole, done=self._has_ended)
+        stays = compat.distributed.parameters_stay(base)
+        check = put_check(module, name, room_bytes=room, whole=stays, done=self._has_ended)
         self._check = weakref.ref(check)
 
     def _blocks(self, record: Installation, running: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -116,19 +115,12 @@ class Watch:
     def _has_ended(self, check: Check) -> None:
         """Count a check that has ended, and warn of the first difference.
 
-        What the recomputation only updated once more is no difference: backward got what the forward saved. Raises
-        `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
+        Raises `MismatchError` if the check found a difference and `on_mismatch` is `raise`.
         """
         if not (check.saved or check.compared or check.differences):  # a frozen block, which saves nothing
             return
         self._checks += 1
         self._compared += check.compared
-        for name in check.updated:
-            what_to_do = CAUSES["updated"].format(updated="it")
-            text = f"`{check.block}.{name}` was updated once more by the recomputation. {what_to_do}"
-            if not self.updated:
-                log.warning("hf_ckpt: %s By itself, this makes no gradient wrong.", text)
-            self.updated[f"{check.block}.{name}"] = text
         if not check.differences:
             return
         first = check.differences[0]
@@ -151,10 +143,4 @@ class Watch:
     def report(self) -> Watched:
         """Return the results so far."""
         differences = tuple(map(str, self.differences))
-        updated = tuple(self.updated.values())
-        return Watched(self._checks, self._compared, differences, updated, dict(self._not_checked))
-
-
-def _room_bytes(planned: Any) -> int:
-    """Return the bytes of a budget that its plan leaves to a check."""
-    return int(planned.limit_bytes - max(planned.measured_bytes or 0, planned.plan.prediction.peak_bytes))
+        return Watched(self._checks, self._compared, differences, dict(self._not_checked))

@@ -1,7 +1,5 @@
 """Loads the simulated device for the tests of this folder, which run by themselves: `pytest -m accelerator`."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -70,11 +70,6 @@ def _use_real_one() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _only_simulated(what: str) -> None:
-    if not IS_SIMULATED:
-        pytest.skip(f"only the simulated device {what}")
-
-
 def needs(*where: str) -> None:
     """Skip a test of a device that this machine does not have."""
     for name in where:
@@ -139,19 +134,12 @@ _DEFAULTS = {"default_pace": 0, "other_pace": 0, "event_times": 1, "dropout_roun
 _PACES = {"free": 0, "eager": 1, "late": 2}
 
 
+def _setting(name: str, value: int) -> contextlib.AbstractContextManager[None]:
+    return _switched(f"has {name}", "set", (name, value), (name, _DEFAULTS[name]))
+
+
 @contextlib.contextmanager
-def _setting(**values: int) -> Iterator[None]:
-    _only_simulated(f"has {', '.join(values)}")
-    for name, value in values.items():
-        torch.ops.sim.set(name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            torch.ops.sim.set(name, _DEFAULTS[name])
-
-
-def pace(*, computing: str = "free", copying: str = "free") -> contextlib.AbstractContextManager[None]:
+def pace(*, computing: str = "free", copying: str = "free") -> Iterator[None]:
     """Say how far the default streams (`computing`) and all others (`copying`) run behind the host.
 
     `free` is as fast as their threads can, `eager` makes the host wait for what the stream can do, and with `late`
@@ -159,38 +147,40 @@ def pace(*, computing: str = "free", copying: str = "free") -> contextlib.Abstra
     the program's waits: a missing wait gives the same wrong result each time.
     """
     if computing == copying == "free":
-        return contextlib.nullcontext()
-    return _setting(default_pace=_PACES[computing], other_pace=_PACES[copying])
+        yield
+        return
+    with _setting("default_pace", _PACES[computing]), _setting("other_pace", _PACES[copying]):
+        yield
 
 
 def no_event_times() -> contextlib.AbstractContextManager[None]:
     """Let `elapsed_time` of events raise RuntimeError."""
-    return _setting(event_times=0)
+    return _setting("event_times", 0)
 
 
 def other_rounding() -> contextlib.AbstractContextManager[None]:
     """Let dropout's backward round its scale to 16 bits before it multiplies, and its forward after."""
-    return _setting(dropout_rounds_alike=0)
+    return _setting("dropout_rounds_alike", 0)
 
 
-@contextlib.contextmanager
-def no_statistics() -> Iterator[None]:
+def no_statistics() -> contextlib.AbstractContextManager[None]:
     """Use an allocator without statistics, such as `CUDAPluggableAllocator`: `torch.accelerator` raises for all."""
-    _only_simulated("can have no statistics")
-    torch.ops.sim.set_statistics(False)
-    try:
-        yield
-    finally:
-        torch.ops.sim.set_statistics(True)
+    return _switched("can have no statistics", "set_statistics", (False,), (True,))
 
 
-@contextlib.contextmanager
-def memory_of(size: int, device: int = 0, words: str | None = None) -> Iterator[None]:
+def memory_of(size: int, device: int = 0, words: str | None = None) -> contextlib.AbstractContextManager[None]:
     """Give a device `size` bytes of memory. Beyond that it raises `torch.OutOfMemoryError`, or, with `words`, a plain
     RuntimeError that says so in a backend's own words."""
-    _only_simulated("can have less memory")
-    torch.ops.sim.set_capacity(device, size, words)
+    return _switched("can have less memory", "set_capacity", (device, size, words), (device, None, None))
+
+
+@contextlib.contextmanager
+def _switched(what: str, function: str, inside: tuple, after: tuple) -> Iterator[None]:
+    """Call a function of the device with these arguments inside of the context, and with others after it."""
+    if not IS_SIMULATED:
+        pytest.skip(f"only the simulated device {what}")
+    getattr(torch.ops.sim, function)(*inside)
     try:
         yield
     finally:
-        torch.ops.sim.set_capacity(device, None, None)
+        getattr(torch.ops.sim, function)(*after)

@@ -1,7 +1,5 @@
 """Budgets for compiled blocks on the simulated device: they are measured, planned in shares, and held."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -17,8 +15,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import candidates
 from hf_ckpt.training.measurements import TIMED_STEPS
-from hf_ckpt.training.phases import Phase
-from hf_ckpt.training.race import RACE_STEPS
+from hf_ckpt.training.phases import RACE_STEPS, Phase
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiled"),
@@ -47,8 +44,8 @@ def train(spec, graphs, family="llama", lora=False, steps=STEPS, entered=None):
         loss = model(**without_cache(model, batch)).loss
         loss.backward()
         optimizer.step()
-        chosen = installation(model).planned
-        seen.append((device.counted(0)["peak_bytes"], chosen and chosen.phase, len(graphs) > compiled))
+        session = installation(model).session  # None without a budget
+        seen.append((device.counted(0)["peak_bytes"], session and session.planned.phase, len(graphs) > compiled))
         found[f"loss {seed}"] = loss.detach().cpu()
         del loss, batch
     if entered is not None:
@@ -64,15 +61,16 @@ def test_a_budget_of_compiled_blocks_is_held_with_the_same_gradients(family, lor
     _, expected, none = train({"share": 1.0}, graphs, family, lora)
     full = train({"share": 0.0}, graphs, family, lora, steps=3)[2]
     budget = (none[-1][0] + full[-1][0]) // 2
-    done, got, steps = train({"budget": f"{budget}B"}, graphs, family, lora)
+    entered = []
+    done, got, steps = train({"budget": f"{budget}B"}, graphs, family, lora, entered=entered)
     assert_same(expected, got)
     assert [phase for _, phase, _ in steps][-2:] == [Phase.PLAN, Phase.PLAN]
     assert done.measured_bytes == steps[-1][0]
     assert done.plan.prediction.peak_bytes == pytest.approx(done.measured_bytes, rel=0.02)
     assert max(peak for peak, *_ in steps) <= 1.01 * budget
-    shares = [action.share for _, action in done.plan.actions]
-    assert 0 < sum(shares) < len(shares)
-    assert len(done.in_graphs) == len(shares)
+    assert any(0 < sum(shares) < len(shares) for shares in entered[-1])  # whichever of them is the fastest
+    assert [action.share for _, action in done.plan.actions] in entered[-1]
+    assert len(done.in_graphs) == len(done.plan.actions)
 
 
 def test_a_step_that_compiles_is_not_measured_and_blocks_keep_least_until_there_is_a_plan(graphs):
@@ -85,8 +83,9 @@ def test_a_step_that_compiles_is_not_measured_and_blocks_keep_least_until_there_
 
 
 def test_what_cannot_be_measured_is_refused(graphs, monkeypatch):
-    with device.no_statistics(), pytest.raises(HfCkptError, match=r"reports peaks, which sim has not\. Give a `share`"):
+    refused = r"cannot measure compiled blocks here: .* Give a `share`"
+    with device.no_statistics(), pytest.raises(HfCkptError, match=refused):
         train({"budget": "1GiB"}, graphs)
     monkeypatch.setattr(compat.transformers, "HOOKS_STAY_OUTSIDE", False)
-    with pytest.raises(HfCkptError, match=r"together with its hooks; 5\.23 does not. Give a `share`"):
+    with pytest.raises(HfCkptError, match=refused):
         train({"budget": "1GiB"}, graphs)

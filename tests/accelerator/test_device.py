@@ -1,7 +1,5 @@
 """The simulated device itself: what tests on it rely on. Its streams and statistics are those tests' own subject."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.steps import assert_near, assert_same, step

@@ -1,7 +1,5 @@
 """The benchmark of accelerators on the simulated device, with tiny models, few rows and few steps."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 

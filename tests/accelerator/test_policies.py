@@ -5,45 +5,29 @@ the host and back wait for computation, and computation for them: with one strea
 other one eager, each wait of `Lane` is needed, and the outcome does not depend on time.
 """
 
-from __future__ import annotations
-
 import functools
+import itertools
 
 import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.steps import ROUNDING, ROUNDING_16, assert_near, assert_same, outcome, planned, without_cache
+from helpers.tables import table
 
 import hf_ckpt
 from accelerator import device
-from hf_ckpt.engines import offload
+from hf_ckpt.engines import host_memory
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
-MODES = {
-    "dropout": {"attention": "sdpa"},
-    "bf16, LoRA": {"dtype": torch.bfloat16},
-    "autocast": {"attention": "sdpa"},
-}
-"""Way of training -> options of the model, which also has dropout."""
+MODES, SPECS = table(__file__, "policies.yaml").values()
 
 
 def new_model(family, mode):
-    model = tiny_model(family, layers=3, dropout=0.1, **MODES[mode])
+    options = {**MODES[mode], "dtype": getattr(torch, MODES[mode].get("dtype", "float32"))}
+    model = tiny_model(family, layers=3, dropout=0.1, **options)
     return device.moved_to(with_lora(model, family) if "LoRA" in mode else model, device.FIRST)
 
 
-SPECS = {
-    "full": ({"policy": "full"}, {"recomputed"}),
-    "selective": ({"policy": "selective"}, {"recomputed"}),
-    "save attention": ({"policy": "selective", "save": ["attention"]}, {"recomputed"}),
-    "save linear": ({"policy": "selective", "save": ["linear"]}, {"recomputed"}),
-    "full+selective": ({"policy": "full+selective"}, {"recomputed"}),
-    "segments": ({"segments": 2}, {"recomputed"}),
-    "offload": ({"policy": "offload"}, {"recomputed", "moved"}),
-    "saved": ({"policy": "selective", "offload": "saved"}, {"recomputed", "moved"}),
-    "head": ({"policy": "selective", "head": 5}, {"recomputed", "chunked_heads"}),
-}
-"""Specs, and what a training under each counts."""
 COUNTS = "recomputed", "moved", "chunked_heads"
 STEPS = 2
 
@@ -77,21 +61,16 @@ def counted(described, kind):
     return count if isinstance(count, int) else sum(count.values())
 
 
-CELLS = [
-    (family, name, mode)
-    for family in FAMILIES
-    for name in SPECS
-    for mode in MODES
-    if (mode == "autocast" or name not in ("save linear", "full+selective"))
-    and (family, name) != ("bert", "head")  # a classifier has no head to run in chunks
-]
+def cells():
+    for name, (_, _, modes, *families) in SPECS.items():
+        yield from itertools.product(*(families or [FAMILIES]), [name], modes)
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.parametrize(("family", "name", "mode"), CELLS)
+@pytest.mark.parametrize(("family", "name", "mode"), list(cells()))
 def test_policies(family, name, mode, monkeypatch):
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)
-    spec, counts = SPECS[name]
+    monkeypatch.setattr(host_memory, "LEAST_BYTES", 0)
+    spec, counts, *_ = SPECS[name]
     expected, copied = reference(family, mode)
     before = device.counted()
     model = planned(new_model(family, mode), spec)
@@ -102,7 +81,7 @@ def test_policies(family, name, mode, monkeypatch):
     else:
         assert_same(expected, got, name)
     described = hf_ckpt.describe(model)
-    assert {kind for kind in COUNTS if counted(described, kind)} == counts
+    assert [kind for kind in COUNTS if counted(described, kind)] == counts
     if not device.IS_SIMULATED:  # which counts copies
         return
     moved = {kind: size - copied[kind] for kind, size in copied_since(before).items()}
@@ -134,7 +113,7 @@ def interrupted(model):
 @pytest.mark.parametrize("spec", ["offload", "saved"])
 def test_gradients_are_right_at_every_pace(spec, paces, interrupt, monkeypatch):
     """Copies that nobody waits for must not write to memory after it is freed, either."""
-    monkeypatch.setattr(offload, "LEAST_BYTES", 0)  # move even the smallest tensors
+    monkeypatch.setattr(host_memory, "LEAST_BYTES", 0)  # move even the smallest tensors
     expected, _ = reference("llama", "dropout")
     reused = []
     with device.pace(computing=paces[0], copying=paces[1]):
@@ -151,7 +130,7 @@ def test_gradients_are_right_at_every_pace(spec, paces, interrupt, monkeypatch):
 
 def test_another_computing_stream_is_recorded():
     """A tensor that was fetched for one stream and is used by another is not reused before that has used it."""
-    lane = offload.lane_of(torch.device(device.FIRST))
+    lane = host_memory.lane_of(torch.device(device.FIRST))
     other = torch.Stream(device.FIRST)
     source = torch.full((4096,), 2.0, pin_memory=True)
     with device.pace(computing="eager", copying="late"):

@@ -1,7 +1,5 @@
 """Enable and disable calls of scripts and libraries: the plans they apply, and the requests they refuse."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging
@@ -12,12 +10,12 @@ import torch
 from helpers.adapters import with_lora
 from helpers.installed import ALL, active, flags, forward_hooks
 from helpers.steps import assert_same, enable, input_gradient_hooks, planned, recomputed, step
+from helpers.tables import table
 
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines import full
 from hf_ckpt.errors import SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -36,24 +34,7 @@ def plan_of(spec):
     return hf_ckpt.install(tiny_model("llama"), spec).plan
 
 
-KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-CALLS = {
-    "nothing": ((), {}, [1, 3]),
-    "None": ((None,), {}, [1, 3]),
-    "empty": (({},), {}, [1, 3]),
-    "use_reentrant": (({"use_reentrant": False},), {}, [1, 3]),
-    "defaults by position": ((None, 1, False), {}, [1, 3]),
-    "defaults inside": (({"every_n_layers": 1, "offload": False, "use_reentrant": False},), {}, [1, 3]),
-    "options": (({"preserve_rng_state": False, "determinism_check": "none"},), {}, [1, 3]),
-    "a head in chunks": (({"head": 8},), {}, [1, 3]),
-    "keys": (({"layers": "2-3"},), {}, [2, 3]),
-    "policy": (({"policy": "full", "every_n_layers": 2},), {}, [0, 2]),
-    "policy alone": (({"policy": "full"},), {}, [0, 1, 2, 3]),
-    "as Trainer passes it": ((None,), {"every_n_layers": 3}, [0, 3]),
-    **{f"None as {name}": ((), {name: None}, [1, 3]) for name in KWARGS},
-    **{f"keys as {name}": ((), {name: {"layers": "2-3"}}, [2, 3]) for name in KWARGS},
-}
-"""A call on a model with a plan for blocks 1 and 3 -> the blocks with a plan afterwards."""
+CALLS = table(__file__, "calls.yaml")
 
 
 @pytest.mark.trap(2)
@@ -74,8 +55,8 @@ def test_options_and_heads_are_put_on_beside_a_plan_that_was_given():
     enable(model, {"preserve_rng_state": False, "determinism_check": "none"})
     region = installation(model).regions[ALL[1]]
     assert (region.preserve_rng_state, region.determinism_check) == (False, "none")
-    for asked, head in (({"head": 8}, 8), (None, 8), ({"head": "full"}, "full")):
-        enable(model, asked)
+    for options, head in (({"head": 8}, 8), (None, 8), ({"head": "full"}, "full")):
+        enable(model, options)
         assert hf_ckpt.describe(model).plan.head == head
         assert ("forward" in vars(model.lm_head)) == (head == 8)
 
@@ -91,24 +72,18 @@ def test_methods_have_the_parameters_of_transformers():
 
 
 @pytest.mark.trap(11, 52)
-@pytest.mark.parametrize("asked", [None, {}, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
-def test_checkpointing_is_never_reentrant(monkeypatch, caplog, asked):
-    """Checkpointing is never reentrant: torch's default for `{}` is, and ignores keyword inputs and frozen inputs."""
-    calls = []
-    real = full.checkpoint
-
-    def recorder(function, *args, **kwargs):
-        calls.append(kwargs)
-        return real(function, *args, **kwargs)
-
-    monkeypatch.setattr(full, "checkpoint", recorder)
+@pytest.mark.parametrize("options", [None, {}, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
+def test_checkpointing_is_never_reentrant(caplog, options):
+    """Checkpointing is never reentrant: torch's default for `{}` is, and gives no gradients if inputs are frozen."""
     model = installed()
+    model.get_input_embeddings().requires_grad_(False)
+    expected = step(model, BATCH)
     for _ in range(2):
-        enable(model, asked)
-    step(model, BATCH)
-    assert [call["use_reentrant"] for call in calls] == [False] * 4
+        enable(model, options)
+    assert_same(expected, step(model, BATCH))
+    assert recomputed(model) == ALL
     warned = caplog.text.count("recomputes non-reentrantly: same gradients, fewer conditions")
-    assert warned == (asked == {"use_reentrant": True})
+    assert warned == (options == {"use_reentrant": True})
 
 
 def test_a_step_beyond_the_stack_is_said(caplog):
@@ -172,22 +147,26 @@ def test_evaluation_neither_warns_nor_recomputes(caplog, training):
     assert sum(hf_ckpt.describe(model).forwards.values()) == 0
 
 
-@pytest.mark.trap(74)
-@pytest.mark.parametrize("kind", ["plain", "pickled", "copied", "lora", "t5", "none"])
-def test_training_under_a_plan_that_nobody_enabled_is_said_once(caplog, kind):
-    """In the first training forward, not in evaluation. Nothing is left on the model then; a plan of nothing is silent.
+THROUGH = {
+    "plain": lambda model: model,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "copied": copy.deepcopy,
+    "lora": lambda model: with_lora(model, "llama"),  # PEFT calls the forward of a model past its hooks
+}
 
-    PEFT calls the forward of a model past its hooks.
-    """
-    family = "t5" if kind == "t5" else "llama"
+
+@pytest.mark.trap(74)
+@pytest.mark.parametrize(
+    ("family", "through", "spec"),
+    [*(("llama", through, None) for through in THROUGH), ("t5", "plain", None), ("llama", "plain", {"policy": "none"})],
+)
+def test_training_under_a_plan_that_nobody_enabled_is_said_once(caplog, family, through, spec):
+    """In the first training forward, not in evaluation. Nothing is left on the model then. No plan, no reminder."""
     model, batch = tiny_model(family), tiny_batch(family)
-    hooks = sum(map(sum, forward_hooks(model).values()))
-    hf_ckpt.install(model, {"policy": "none"} if kind == "none" else None)
-    tried = hf_ckpt.verify(model, batch, "full"), hf_ckpt.verify(model, batch, "full")
-    assert all(tried), tried
-    trained = {"copied": copy.deepcopy, "pickled": lambda model: pickle.loads(pickle.dumps(model))}.get(kind)
-    trained = model if trained is None else trained(model)
-    trained = with_lora(trained, family) if kind == "lora" else trained
+    hooks = forward_hooks(model)
+    hf_ckpt.install(model, spec)
+    assert all(hf_ckpt.verify(model, batch, "full") for _ in range(2))
+    trained = THROUGH[through](model)
     trained.eval()(**batch)
     with torch.no_grad():
         trained.train()(**batch)
@@ -195,13 +174,12 @@ def test_training_under_a_plan_that_nobody_enabled_is_said_once(caplog, kind):
     for _ in range(2):
         step(trained, batch)
     name = compat.transformers.ENABLE_NAMES[-1]
-    wanted = f"hf_ckpt is installed on {type(model).__name__}, but not enabled: call "
-    said = [record.getMessage() for record in caplog.records]
-    flag = name.removesuffix("_enable")
-    assert said == ([] if kind == "none" else [f"{wanted}model.{name}(), or pass {flag}=True to TrainingArguments."])
-    if kind in ("copied", "pickled", "none"):
-        hf_ckpt.uninstall(model)
-    assert sum(map(sum, forward_hooks(model).values())) == hooks
+    text = f"hf_ckpt is installed on {type(model).__name__}, but not enabled: call model.{name}(), or pass "
+    text += f"{name.removesuffix('_enable')}=True to TrainingArguments."
+    assert [record.getMessage() for record in caplog.records] == ([text] if spec is None else [])
+    if spec is None and through in ("plain", "lora"):
+        hooks_after = forward_hooks(model)
+        assert {name: hooks_after[name] for name in hooks} == hooks
 
 
 @pytest.mark.parametrize("off", ["paused", "disabled", "uninstalled", "guarded"])
@@ -223,24 +201,24 @@ def test_a_plan_that_is_off_on_purpose_is_not_reminded_of(caplog, off):
 # --- refused requests -------------------------------------------------------------------------------------------------
 
 
-REFUSED = [
-    *(({"every_n_layers": every}, "`every_n_layers` must be a whole number of at least 1") for every in (0, -1, 1.5)),
-    ({"determinism_chek": "none"}, "did you mean `determinism_check`"),
-]
+WHOLE = "`every_n_layers` must be a whole number of at least 1"
+REFUSED = [({"every_n_layers": 0}, WHOLE), ({"determinism_chek": "none"}, "did you mean `determinism_check`")]
 
 
 @pytest.mark.trap(35)
-@pytest.mark.parametrize(("asked", "said"), REFUSED, ids=str)
-def test_invalid_enable_arguments_are_refused_with_the_reason(asked, said):
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+def test_invalid_enable_arguments_are_refused_with_the_reason(options, said):
     """Every call refuses invalid values and keys, which otherwise do nothing, or crash late (0 layers)."""
     model = tiny_model("llama")
     with pytest.raises(SpecError, match=said):
-        hf_ckpt.install(model, asked)
+        hf_ckpt.install(model, options)
     hf_ckpt.install(model)
     for name in compat.transformers.ENABLE_NAMES:
-        for refused in (asked, "full", ["layers"], 3):  # the last three are no dicts
-            with pytest.raises(SpecError, match=said if refused is asked else "must be a dict"):
-                getattr(model, name)(refused)
+        with pytest.raises(SpecError, match=said):
+            getattr(model, name)(options)
+        for no_dict in ("full", ["layers"], 3):
+            with pytest.raises(SpecError, match="must be a dict"):
+                getattr(model, name)(no_dict)
     assert flags(model) == []
     assert not hf_ckpt.describe(model).enabled
 

@@ -1,7 +1,5 @@
 """`install()` without a model: it applies to every model of the process, and to models inside models."""
 
-from __future__ import annotations
-
 import copy
 import types
 
@@ -10,13 +8,14 @@ import torch
 from accelerate import Accelerator
 from helpers.adapters import with_lora
 from helpers.installed import ALL, active, flags
+from helpers.ranks import one_rank
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, enable, outcome, planned, recomputed, step
+from torch.nn.parallel import DistributedDataParallel
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.process import enable_calls_since_hooked
+from hf_ckpt.attach.attach import EnableHook, lost_blocks
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import SpecError
 from hf_ckpt.models.blocks import base_model, find_blocks
@@ -40,16 +39,16 @@ def test_install_for_the_process_answers_every_enable_until_uninstalled(everywhe
     everywhere(spec={"layers": "3"})
     everywhere(spec={"layers": "0"})  # the newer one counts
     late = tiny_model("llama")
-    assert enable_calls_since_hooked() == 0
+    assert EnableHook.calls == 0
     getattr(early, name)()
     assert active(early) == [ALL[0]]
-    for asked in ({"layers": "1"}, None):
-        getattr(late, name)(asked)
+    for options in ({"layers": "1"}, None):
+        getattr(late, name)(options)
         assert active(late) == [ALL[1]]
     hf_ckpt.install(by_hand, {"layers": "2"})
     getattr(by_hand, name)()
     assert active(by_hand) == [ALL[2]]
-    assert enable_calls_since_hooked() == 4
+    assert EnableHook.calls == 4
     for _ in range(2):
         hf_ckpt.uninstall()
         assert methods() == ORIGINALS
@@ -66,17 +65,17 @@ def test_a_refused_process_spec_hooks_nothing(everywhere):
     assert methods() == ORIGINALS
     model = tiny_model("llama")
     before = snapshot(model)
-    for spec, asked, said in (({"layers": "7"}, None, "names 7"), (None, {"layrs": "0"}, "layrs")):
+    for spec, options, said in (({"layers": "7"}, None, "names 7"), (None, {"layrs": "0"}, "layrs")):
         everywhere(spec=spec)  # the first one is valid, but the model is too short
         with pytest.raises(SpecError, match=said):
-            enable(model, asked)
+            enable(model, options)
         assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_enabling_submodels_keeps_the_plan_of_the_model(family, caplog):
     """Enabling all inner models, from the outside in as sentence-transformers does, keeps the plan."""
-    asked = {"rules": [{"layers": "0", "policy": "full"}]}
+    options = {"rules": [{"layers": "0", "policy": "full"}]}
     model, plain = tiny_model(family), tiny_model(family)
     before = snapshot(model)
     hf_ckpt.install(model)
@@ -84,7 +83,7 @@ def test_enabling_submodels_keeps_the_plan_of_the_model(family, caplog):
     assert len(parts) == {"bert": 2, "t5": 3}[family]
     with caplog.at_level("INFO"):
         for part in parts:
-            enable(part, asked)
+            enable(part, options)
     assert caplog.text.count("() does nothing while a plan of hf_ckpt is enabled") == len(parts) - 1
     assert lost_blocks(model) == ()
     batch = tiny_batch(family)
@@ -132,17 +131,11 @@ LOOPS = {
     "peft": lambda model: with_lora(model, "llama", lora_dropout=0.0),
     "compiled": lambda model: torch.compile(model, backend="aot_eager"),
     "compiled in place": lambda model: model.compile(backend="aot_eager") or model,
-    "DDP": lambda model: torch.nn.parallel.DistributedDataParallel(model),
+    "DDP": DistributedDataParallel,
 }
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
+@one_rank()
 def trained(loop):
     """Results and recomputed blocks of a step in a user-written loop; None instead of blocks without a plan.
 
@@ -162,15 +155,15 @@ def trained(loop):
     torch.manual_seed(7)
     loss = run(**batch).loss
     loss.backward()
-    record = installation(model)
-    blocks = None if record is None else [*hf_ckpt.describe(model).in_graphs, *recomputed(model)]
+    is_installed = installation(model) is not None
+    blocks = [*hf_ckpt.describe(model).in_graphs, *recomputed(model)] if is_installed else None
     return outcome(model, loss), blocks
 
 
 @pytest.mark.parametrize(
     "loop", [pytest.param(name, marks=[pytest.mark.slow] * ("compiled" in name)) for name in LOOPS]
 )
-def test_a_model_is_enabled_at_its_first_training_forward(everywhere, one_rank, loop):
+def test_a_model_is_enabled_at_its_first_training_forward(everywhere, loop):
     expected, none = trained(loop)
     assert none is None
     kinds = (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class())
@@ -179,7 +172,7 @@ def test_a_model_is_enabled_at_its_first_training_forward(everywhere, one_rank, 
     got, blocks = trained(loop)
     assert_same(expected, got)
     assert blocks == ALL[1:3]
-    assert enable_calls_since_hooked() == 1
+    assert EnableHook.calls == 1
     hf_ckpt.uninstall()
     assert {kind: dict(vars(kind)) for kind in kinds} == classes
 
@@ -187,14 +180,14 @@ def test_a_model_is_enabled_at_its_first_training_forward(everywhere, one_rank, 
 def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(everywhere):
     everywhere(spec={"layers": "1-2"}, enable_when_trained=True)
     batch = tiny_batch("llama")
-    frozen, evaluated, own, ended = (tiny_model("llama").train() for _ in range(4))
+    frozen, evaluated, by_hand, ended = (tiny_model("llama").train() for _ in range(4))
     frozen.requires_grad_(False)(**batch)
     evaluated.eval()(**batch)
     assert [installation(model) for model in (frozen, evaluated)] == [None, None]
-    assert enable_calls_since_hooked() == 0
+    assert EnableHook.calls == 0
 
-    planned(own, {"layers": "3"})
-    assert active(own) == [ALL[3]]
+    planned(by_hand, {"layers": "3"})
+    assert active(by_hand) == [ALL[3]]
     enable(ended, {"layers": "0"})
     assert active(ended) == [ALL[0]]
     getattr(ended, compat.transformers.DISABLE_NAMES[-1])()  # after its first training forward
@@ -207,22 +200,23 @@ def test_models_that_are_not_trained_or_enabled_otherwise_keep_what_they_have(ev
     assert prompts.grad.any()
 
 
-class Own(compat.transformers.PreTrainedModel):
+class ByItself(compat.transformers.PreTrainedModel):
     """A model without blocks, which checkpoints in its own forward."""
 
     config_class = type(tiny_model("llama").config)
     supports_gradient_checkpointing = True
+    gradient_checkpointing = False
 
     def __init__(self, config):
         super().__init__(config)
         self.layer = torch.nn.Linear(3, 3)
-        self.gradient_checkpointing, self.runs = False, 0
+        self.calls = 0
 
     def get_input_embeddings(self):
         return self.layer
 
     def run(self, x):
-        self.runs += 1
+        self.calls += 1
         return self.layer(x).sin()
 
     def forward(self, x):
@@ -230,21 +224,22 @@ class Own(compat.transformers.PreTrainedModel):
         return self._gradient_checkpointing_func(self.run, x) if checkpoints else self.run(x)
 
 
-@pytest.mark.parametrize("asked", [None, {"policy": "selective", "use_reentrant": False}], ids=str)
-def test_a_model_without_blocks_is_left_to_its_own_code(everywhere, caplog, asked):
+@pytest.mark.parametrize("options", [None, {"policy": "selective", "use_reentrant": False}], ids=str)
+def test_a_model_without_blocks_is_left_to_its_own_code(everywhere, caplog, options):
     everywhere(spec="full", enable_when_trained=True)
-    own, model = Own(tiny_model("llama").config).train(), tiny_model("llama")
-    given = torch.ones(1, 3, requires_grad=True)  # older transformers checkpoints reentrantly
-    own(given).sum().backward()
-    expected, own.runs = own.layer.weight.grad.clone(), 0
-    enable(own, asked)
-    own.zero_grad()
-    own(given).sum().backward()
-    assert own.runs == 2
-    assert torch.equal(own.layer.weight.grad, expected)
+    other = ByItself(tiny_model("llama").config).train()
+    gradients = []
+    for enables in (False, True):
+        if enables:
+            enable(other, options)
+        other.zero_grad()
+        other(torch.ones(1, 3, requires_grad=True)).sum().backward()  # older transformers checkpoints reentrantly
+        gradients.append(other.layer.weight.grad.clone())
+    assert torch.equal(*gradients)
+    assert other.calls == 1 + 2
+    model = tiny_model("llama")
     step(model, tiny_batch("llama"))
     assert recomputed(model) == ALL
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == 2
-    assert "Own is trained without checkpointing: Own (model_type 'llama') has no blocks" in said[0]
-    assert "leaves Own to its own code" in said[1]
+    trained, enabled = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "ByItself is trained without checkpointing: ByItself (model_type 'llama') has no blocks" in trained
+    assert "leaves ByItself to its own code" in enabled

@@ -13,6 +13,7 @@ import pytest
 import torch
 from figures import faults
 from harness import Results, Worker, failure
+from helpers.tables import table
 from ways import COMPILED, NONE, OURS_COMPILED, WAYS, our_way
 
 from hf_ckpt.errors import HfCkptError
@@ -176,23 +177,12 @@ def test_objects_live_in_processes_of_their_own():
 
 def made_up(**changes):
     """Results that can be checked by hand. `changes` are those of the row `full`."""
-
-    def row(name, group, peak, ratio, **more):
-        times = {"step_seconds": [ratio] * 3, "reference_seconds": [1.0] * 3, "first_seconds": 2.0, "recomputed": 4}
-        return {"name": name, "group": group, "allocated_bytes": peak, "first_difference": None, **times, **more}
-
-    rows = [
-        row("none", "none", 100 * 2**20, 1.0, saved_bytes=80 * 2**20, recomputed=None),
-        row("full (HF)", "transformers", 40, 1.4),
-        row("every_n_layers: 2 (HF)", "transformers", 60, 1.2, first_difference="a.weight", difference=0.01),
-        row("compiled, budget 0.3", "torch.compile", 10, 0.1),
-        row("selective, checked", "hf_ckpt checked", 30, 1.1),
-        {**row("full", "hf_ckpt", 40, 1.5, difference=0.1), **changes},
-        {"name": "offload", "group": "hf_ckpt", "error": "no memory", "step_seconds": []},
-        row("planned for 50%", "hf_ckpt", 55, 1.1, recomputed=0, budget_share=0.5, budget_bytes=60, plan="keep 0"),
-        row("planned for 10%", "hf_ckpt", 41, 1.5, budget_share=0.1, budget_bytes=39, plan="full 0"),
-        row("compiled blocks, share 0", "hf_ckpt compiled", 9, 0.2),
-    ]
+    results = table(__file__, "made_up.yaml")
+    rows = []
+    for row in results["rows"]:
+        ratio = row.pop("ratio", None)
+        times = {"step_seconds": [ratio] * 3 if ratio else [], "reference_seconds": [1.0] * 3}
+        rows.append({**results["defaults"], **times, **row, **(changes if row["name"] == "full" else {})})
     return Results({}, {}, {"some-model": {"reference": "none", "repeatable": True, "rows": rows}})
 
 

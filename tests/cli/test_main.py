@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import python
+from helpers.tables import table
 from transformers import PreTrainedModel
 
 from hf_ckpt.__main__ import main
-from hf_ckpt.training.guard import REPORT_FILE
+from hf_ckpt.training.out_of_memory import REPORT_FILE
 
 # All of these look like options of hf_ckpt, Python or an argument parser, but belong to the script.
 HOSTILE = ["--spec", "nonsense", "-m", "--help", "-h", "--", "-1", "--spec=x", "policy=full", "", "a b", "@file"]
@@ -116,17 +117,7 @@ trainer(Path("out"), tiny_model("llama"), kind=kind, callbacks=[transformers.Pri
 REPLACED = "hf_ckpt: options of the script replace --spec: {'policy': 'selective'}, not {'policy': 'full'}."
 
 
-@pytest.mark.parametrize(
-    ("options", "spec", "unused", "replaced"),
-    [
-        (None, None, 1, 0),
-        ({}, None, 0, 0),
-        (None, "policy=full", 0, 0),
-        ({"policy": "full"}, "policy=full", 0, 0),
-        ({"policy": "selective"}, "policy=full", 0, 1),
-        ({"policy": "selective"}, None, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("options", "spec", "unused", "replaced"), table(__file__, "trainer.yaml"))
 def test_a_trainer_is_told_in_its_first_step(in_process, caplog, capsys, options, spec, unused, replaced):
     """That nothing was enabled, and which spec wins. The third step runs out of memory, which is reported."""
     (in_process / "trains.py").write_text(TRAINS.replace("OPTIONS", repr(options)))

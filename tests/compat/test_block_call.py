@@ -21,13 +21,14 @@ class Block(compat.transformers.GradientCheckpointingLayer):
 @pytest.mark.parametrize("whole", [False, True], ids=["forward", "call with hooks"])
 def test_a_cache_is_left_out_wherever_it_is(reads, whole):
     """By position, as in GPT-2, and by keyword; a block that only reads its cache keeps it."""
-    block, cache = Block(), DynamicCache()
+    block = Block()
+    cache = DynamicCache()
     block._can_checkpoint_with_cache = reads
-    own = (block.__call__,) if whole else (Block.forward, block)
+    forward = (block.__call__,) if whole else (Block.forward, block)
     for function, args in (
-        (functools.partial(*own), (HIDDEN, cache, 3)),
-        (functools.partial(*own, cache=cache, number=3), (HIDDEN,)),
-        (functools.partial(*own, hidden_states=HIDDEN, cache=cache, number=3), ()),
+        (functools.partial(*forward), (HIDDEN, cache, 3)),
+        (functools.partial(*forward, cache=cache, number=3), (HIDDEN,)),
+        (functools.partial(*forward, hidden_states=HIDDEN, cache=cache, number=3), ()),
     ):
         function, args = compat.transformers.block_call(function, args)
         assert args[0] is HIDDEN

@@ -1,4 +1,4 @@
-"""Costs of a step: by hand, of blocks in segments, and with tensors in host memory."""
+"""Costs of a step: by hand, and with tensors in host memory."""
 
 import dataclasses
 
@@ -15,12 +15,11 @@ from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.budgets import choice_within, peak_of_least, plan_of
-from hf_ckpt.planner.choose import fastest
+from hf_ckpt.planner.choose import choice_within, fastest, peak_of_least, plan_of
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
 
 KEPT = Cost(Part(12, 9, 20), Part(7, 1, 40), shared_bytes=5)
-DROPPED = Cost(Part(11, 7, 21), Part(30, -4, 60), lent_bytes=3, shared_bytes=3)
+DROPPED = Cost(Part(11, 7, 21), Part(30, -4, 60), forward_only_bytes=3, shared_bytes=3)
 BY_HAND = Costs(
     family="llama",
     model="SomeModel",
@@ -47,7 +46,7 @@ def test_costs_of_a_step_equal_those_computed_by_hand(accumulation):
         ("forward of decoder 0", 152, 0, 4),
         ("forward of decoder 1", 159, 0, 11),
         ("head and loss", 165, 0, 17),  # at the end of the stack, 3 bytes were freed, which no call keeps
-        ("head and loss, backward", 178, 0, 14),  # 3 lent bytes are freed, and 16 are the head's own
+        ("head and loss, backward", 178, 0, 14),  # 3 bytes of the forward only are freed, and 16 are the head's own
         ("backward of decoder 1", 163, 0, 15),
         ("backward of decoder 0", 164, 10, 6),  # after its forward 156, at the backward 1, gradients 10
         ("optimizer step", 174 - resident, 26 - resident, 0),

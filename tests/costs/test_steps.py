@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_ckpt.costs.costs import step_nanoseconds, timeline
-from hf_ckpt.costs.steps import Call, Part, Trial, joined
+from hf_ckpt.costs.steps import Call, Part, Trial
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.planner.choose import fastest
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
-from hf_ckpt.training.batches import Batch, Forward
-from hf_ckpt.training.measurements import Measurements
+from hf_ckpt.training.conditions import Batch, Forward
+from hf_ckpt.training.measurements import TIMED_STEPS, Measurements
 
 ACTIONS = (KEEP, SELECTIVE, FULL_SELECTIVE, FULL)
 SHARES = {KEEP: 0.5, SELECTIVE: 0.75, FULL_SELECTIVE: 1.25, FULL: 1.0}
@@ -134,8 +134,8 @@ def measured(machine, batch, known=None):
     """The measurements after the two steps of a batch: one that shows forwards, and one that tries backwards."""
     known = known or blocks_of(machine)
     full = [FULL] * machine.blocks
-    known.learn(batch, step_of(machine.levels(full, in_order(machine, known.to_show(batch)))))
-    known.learn_trials(batch, step_of(machine.levels(full, in_order(machine, known.to_try(batch)))))
+    known.learn_forwards(batch, step_of(machine.levels(full, in_order(machine, known.forwards_to_try(batch)))))
+    known.learn_backwards(batch, step_of(machine.levels(full, in_order(machine, known.backwards_to_try(batch)))))
     return known
 
 
@@ -168,14 +168,6 @@ def test_a_kind_of_one_block_learns_from_equal_modules(machine, action):
     assert costs.peak({"b2": action}) == max(real, machine.start)
 
 
-def test_with_another_state_of_the_optimizer_everything_is_measured_again():
-    known = measured(Machine(), batch_of(8))
-    assert batch_of(8) in known.tried
-    known.forget_steps()
-    assert known.reference(batch_of(8)) is None
-    assert batch_of(8) not in known.tried
-
-
 def test_steps_that_tell_nothing():
     """Steps without an end, with a repeated backward, with a forward between backwards, or with swapped backwards."""
     levels = Machine(3).levels([FULL] * 3)
@@ -189,23 +181,10 @@ def test_steps_that_tell_nothing():
     assert step_of([]) is None
 
 
-def test_blocks_that_are_skipped_at_random_count_once_they_were_seen():
-    machine = Machine()
-    whole = step_of(machine.levels([FULL] * 4))
-    some, others = (
-        dataclasses.replace(whole, calls=tuple(whole.calls[n] for n in kept)) for kept in ((0, 3), (1, 2, 3))
-    )
-    some = dataclasses.replace(some, at_backward_bytes=whole.at_backward_bytes - 2 * machine.hidden)
-    found = joined(some, others, ["b0", "b1", "b2", "b3"])
-    assert (found.names, found.at_backward_bytes) == (whole.names, whole.at_backward_bytes)
-    assert found.head == whole.head
-    assert joined(whole, others, ["b0", "b1", "b2", "b3"]) is whole
-
-
 def test_what_a_recomputation_under_an_action_needs():
     """Its forward, or what that keeps and its backward."""
     call = Call(("b0", 0), True, Part(5), Part(), Part(100, 0, 9))
-    trial = Trial(forward_peak=30, kept=20, later=4, arrival=3, forward_nanoseconds=2, backward_nanoseconds=7)
+    trial = Trial(forward_peak=30, kept=20, kept_casts=4, arrival=3, forward_nanoseconds=2, backward_nanoseconds=7)
     assert call.as_it_ran() == Trial(5, 0, 0, 100, backward_nanoseconds=9)
     for backward_peak, peak in ((60, 84), (2, 33)):
         tried = dataclasses.replace(trial, backward_peak=backward_peak)
@@ -244,7 +223,7 @@ def test_each_sort_of_micro_step_shows_what_it_needs(resident):
 def test_what_is_alive_between_steps_may_fall_again():
     """Such as the logits of an evaluation, which a variable held when a step began."""
     known = measured(Machine(start=500), batch_of(8))
-    known.begins_at(batch_of(8), 10)
+    known.learn_start(batch_of(8), 10)
     machine = Machine(start=10)
     assert known.costs(batch_of(8)).peak({}) == step_of(machine.levels([FULL] * 4)).peak_bytes
 
@@ -259,7 +238,7 @@ def test_the_median_of_a_call_counts_in_timed_steps():
         times = [3 * 10**9 if place == stalled else nanoseconds for place in range(len(levels))]
         pairs = zip(levels, times, strict=True)
         step = step_of([dataclasses.replace(level, nanoseconds=spent) for level, spent in pairs])
-        known.learn(batch, step)
+        known.learn_forwards(batch, step)
         known.learn_times(batch, step, {"b2": KEEP})
         costs = known.costs(batch)
         return step_nanoseconds(costs, costs.uniform(FULL))
@@ -273,13 +252,24 @@ def test_the_median_of_a_call_counts_in_timed_steps():
 def test_blocks_take_turns_with_other_actions_in_timed_steps():
     """Each timed step begins with another action, the first with the one that keeps least."""
     known = measured(Machine(6), batch_of(8))
-    first = known.to_time(batch_of(8), 10**9)
+    first = known.actions_to_time(batch_of(8), 10**9)
     known.timed += 1
-    second = known.to_time(batch_of(8), 10**9)
+    second = known.actions_to_time(batch_of(8), 10**9)
     assert "b5" not in first
     assert [first[f"b{number}"] for number in (4, 3, 2)] == [KEEP, SELECTIVE, FULL_SELECTIVE]
     assert [second[f"b{number}"] for number in (5, 4, 3)] == [KEEP, SELECTIVE, FULL_SELECTIVE]
-    assert not known.to_time(batch_of(8), 0)
+    assert not known.actions_to_time(batch_of(8), 0)
+
+
+def test_every_action_is_timed_although_few_blocks_can_keep_much():
+    """Plans never choose actions without a time."""
+    known = measured(Machine(8), batch_of(8))
+    limit = known.costs(batch_of(8)).peak({"b5": SELECTIVE})
+    assert known.costs(batch_of(8)).peak({"b6": KEEP}) > limit  # only the last block can keep everything
+    timed = set()
+    for known.timed in range(TIMED_STEPS):
+        timed.update(known.actions_to_time(batch_of(8), limit).values())
+    assert timed == {KEEP, SELECTIVE, FULL_SELECTIVE}
 
 
 def test_an_action_that_keeps_more_may_be_slower():

@@ -1,13 +1,10 @@
 """Losses that the chunked head computes in chunks, and other uses of its logits, which are computed or refused."""
 
-from __future__ import annotations
-
 import ctypes
-import gc
 
 import pytest
 import torch
-from helpers.steps import assert_near
+from helpers.steps import assert_near, without_collector
 from torch import nn
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
@@ -52,7 +49,7 @@ def toy(kind=linear, dtype=torch.float32, tokens=TOKENS, **options):
 
 def lazy(head, hidden, chunk=4):
     """The head's logits, in chunks."""
-    logits = chunked(head, lambda given: type(head).forward(head, given), hidden, chunk)
+    logits = chunked(head, lambda rows: type(head).forward(head, rows), hidden, chunk)
     assert type(logits) is Logits
     return logits
 
@@ -248,8 +245,6 @@ USES = {
     "identity function, then loss": lambda logits: loss_of()(Doubled.apply(logits, False)),
     "copying function, then loss": lambda logits: loss_of()(Doubled.apply(logits, True)),
     "kernel": ByAddress.apply,
-    "masked in place": masked,
-    "copy changed": lambda logits: loss_of()(logits) + masked(logits.clone()),
     "gradient watched": watched,
     "columns": lambda logits: logits[..., 3:7].square().sum() + logits[0, :, 1].sum() + logits[1, 2, 3],
     "parts of words": lambda logits: logits.split(20, -1)[1].square().sum(),
@@ -308,6 +303,7 @@ def change_part_before_a_product(logits):
 
 
 CHANGES = [
+    *(masked, lambda logits: loss_of()(logits) + masked(logits.clone())),
     *(change_part, change_after_part, change_below_autograd, change_part_before_a_product),
     lambda logits: (logits[:, 1:].mul_(2), loss_of()(logits)),  # parts that nobody holds
     lambda logits: (logits[0][..., 2:].mul_(2), loss_of()(logits)),
@@ -315,7 +311,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("work", CHANGES)
-def test_changes_in_place_that_cannot_be_followed_are_refused(work):
+def test_changes_in_place_are_refused(work):
     head, hidden = toy()
     with pytest.raises(HfCkptError, match="in place"):
         work(lazy(head, hidden))
@@ -372,15 +368,9 @@ ASKED_LATE = {
 
 @pytest.mark.parametrize("ask", ASKED_LATE)
 def test_gradients_of_logits_that_would_miss_a_loss_are_refused(ask):
-    """Those of logits that this loss was not computed from are right."""
-    head, hidden = toy()
-    found = []
-    for logits in (head(hidden), lazy(head, hidden)):
-        part, rest = logits[:, :-1], logits[:, 1:]
-        loss = functional.cross_entropy(part.reshape(-1, WORDS), LABELS[:, 1:].reshape(-1))
-        rest.retain_grad()
-        found.append(torch.autograd.grad(loss + rest.square().sum(), rest, retain_graph=True)[0])
-    assert torch.equal(*found)
+    logits = lazy(*toy())
+    part = logits[:, :-1]
+    loss = functional.cross_entropy(part.reshape(-1, WORDS), LABELS[:, 1:].reshape(-1))
     for late in (part, logits):
         with pytest.raises(HfCkptError, match=r'gradient of logits whose loss .*"head": "full"'):
             ASKED_LATE[ask](late, loss)
@@ -403,11 +393,11 @@ def test_auto_runs_few_tokens_as_a_whole_if_that_needs_less(dtype, tokens, train
     head = nn.Linear(512, 4000, dtype=dtype).requires_grad_(trained)
     hidden = torch.randn(tokens, 512, dtype=dtype, requires_grad=True)
     peaks = {}
-    for asked in (256, tokens, "auto"):
+    for chunk in (256, tokens, "auto"):
         with LiveBytes(head, {"hidden": hidden}) as live:
-            logits = chunked(head, lambda given: nn.Linear.forward(head, given), hidden, asked)
+            logits = chunked(head, lambda rows: nn.Linear.forward(head, rows), hidden, chunk)
             functional.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long)).backward()
-            peaks[asked] = live.peak_bytes - live.start_bytes
+            peaks[chunk] = live.peak_bytes - live.start_bytes
         head.weight.grad = head.bias.grad = hidden.grad = None
     assert peaks["auto"] == min(peaks.values())
     assert (type(logits) is Logits) == (tokens > 320 or not trained)
@@ -418,21 +408,16 @@ def test_nothing_stays_alive(autocast, whole):
     """Gradients are computed before the backward, but freed with the loss, even with the garbage collector off."""
     head, hidden = toy(tokens=(4, 256))
     labels = torch.arange(1024) % WORDS
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = lazy(head, hidden * 1, 64)
-                loss = loss_of(labels)(logits)
-            assert live.current_bytes - live.start_bytes < 2 * logits.nbytes
-            loss.backward()
-            head.weight.grad = head.bias.grad = hidden.grad = None
-            assert not whole
-            logits.sin()
-            assert live.current_bytes - live.start_bytes > logits.nbytes / 2
-            del logits, loss
-            whole.clear()
-            assert live.current_bytes == live.start_bytes
-    finally:
-        gc.enable()
+    with without_collector(), LiveBytes(head, {"hidden": hidden, "labels": labels}) as live:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = lazy(head, hidden * 1, 64)
+            loss = loss_of(labels)(logits)
+        assert live.current_bytes - live.start_bytes < 2 * logits.nbytes
+        loss.backward()
+        head.weight.grad = head.bias.grad = hidden.grad = None
+        assert not whole
+        logits.sin()
+        assert live.current_bytes - live.start_bytes > logits.nbytes / 2
+        del logits, loss
+        whole.clear()
+        assert live.current_bytes == live.start_bytes

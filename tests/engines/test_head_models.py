@@ -1,7 +1,5 @@
 """The chunked head in models and training loops: the gradients of the plain head up to rounding."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from unittest import mock
@@ -12,28 +10,22 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers.adapters import with_lora
 from helpers.others import other_model
 from helpers.steps import ROUNDING, assert_near, assert_same, enable, outcome, planned, step, without_cache
+from helpers.tables import table
 from torch import nn
 from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt.engines.head.logits import Logits
-from hf_ckpt.errors import ChangedBlockError, HfCkptError
-from hf_ckpt.models.blocks import vocabulary_head
+from hf_ckpt.errors import ChangedBlockError
+from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 CHUNK = 5
 """Tokens per chunk of a model's head."""
-OTHERS = {
-    "roberta": ("RobertaForMaskedLM", {"max_position_embeddings": 64}),
-    "gemma2": ("Gemma2ForCausalLM", {"final_logit_softcapping": 3.0}),
-    "bart": ("BartForConditionalGeneration", {"layers": 1, "max_position_embeddings": 64}),
-}
-"""Models whose heads do more than one product, or have few labels."""
-ADAPTERS = {
-    "lora": {"targets": ["q_proj", "lm_head"]},
-    "modules to save": {"targets": ["q_proj"], "modules_to_save": ["lm_head"]},
-}
+TABLE = table(__file__, "heads.yaml")
+OTHERS = TABLE["others"]
+ADAPTERS = TABLE["adapters"]
 
 
 def model_of(name, dtype=torch.float32, how="all", **keys):
@@ -80,20 +72,16 @@ def trained(model, batch, autocast=None):
     return {name: value for name, value in outcome(model, outputs.loss).items() if value is not None}, outputs
 
 
-def error(truth, found):
+def error(truth, results):
     """Relative norm of the difference over all gradients together."""
     names = sorted(truth.keys() - {"loss"})
-    exact, got = (torch.cat([each[name].double().flatten() for name in names]) for each in (truth, found))
+    exact, got = (torch.cat([each[name].double().flatten() for name in names]) for each in (truth, results))
     return float((got - exact).norm() / exact.norm())
-
-
-CASES = [(name, "all", True) for name in ("llama", "t5", *OTHERS)]
-CASES += [("llama", how, False) for how in ("all", "frozen head", "head only", "lora", "modules to save")]
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize(("name", "how", "tied"), CASES)
+@pytest.mark.parametrize(("name", "how", "tied"), TABLE["cases"])
 def test_gradients_are_those_of_the_plain_head(name, how, tied, precision, whole):
     """In 16 bits, they are as close to the exact gradients."""
     keys = {"tie_word_embeddings": tied, "how": how}
@@ -131,8 +119,8 @@ def test_logits_that_the_user_keeps():
     expected, got = (trained(model, batch_of("llama"))[1] for model in (model_of("llama"), on(model_of("llama"))))
     assert torch.equal(got.logits.argmax(-1), expected.logits.argmax(-1))
     assert got.logits.computed is None
-    for found in (got.logits.detach().cpu(), got.logits, pickle.loads(pickle.dumps(got.logits.detach()))):
-        assert torch.equal(found + 0, expected.logits)
+    for results in (got.logits.detach().cpu(), got.logits, pickle.loads(pickle.dumps(got.logits.detach()))):
+        assert torch.equal(results + 0, expected.logits)
     assert got.logits.detach().numpy().sum() == expected.logits.detach().numpy().sum()
 
 
@@ -182,7 +170,7 @@ SWITCHES = {
 @pytest.mark.parametrize("name", SWITCHES)
 def test_the_head_runs_as_it_was_in_the_forward(name, early, whole):
     how, run, switch = SWITCHES[name]
-    batch, found = batch_of("llama"), []
+    batch, results = batch_of("llama"), []
     words = batch["labels"].unsqueeze(-1)
     for prepare in (lambda model: model, on):
         model = prepare(model_of("llama", how=how, tie_word_embeddings=False))
@@ -197,8 +185,8 @@ def test_the_head_runs_as_it_was_in_the_forward(name, early, whole):
         now = dict(vocabulary_head(model).named_parameters())
         loss.backward()
         assert all(each is now[key] for key, each in vocabulary_head(model).named_parameters())
-        found.append({"loss": loss.detach(), **{key: each.grad for key, each in parameters.items()}})
-    assert_near(*found)
+        results.append({"loss": loss.detach(), **{key: each.grad for key, each in parameters.items()}})
+    assert_near(*results)
     assert calls(model) == 1
     assert not whole
 
@@ -288,15 +276,3 @@ def test_a_head_that_nobody_calls_is_said_once(caplog):
         (hidden @ model.lm_head.weight.T).sum().backward()
     assert caplog.text.count("nobody calls it") == 1
     assert "head, last call: none, because nobody calls it" in str(hf_ckpt.describe(model))
-
-
-@pytest.mark.trap(41)
-def test_a_copy_of_data_parallel_is_an_error():
-    """A replica, whose weights are no parameters, is refused by name; the original still runs."""
-    model = on(model_of("llama"))
-    replica = model._replicate_for_data_parallel()
-    replica._modules["model"] = model.model._replicate_for_data_parallel()
-    with pytest.raises(HfCkptError, match="Use DistributedDataParallel"):
-        replica(**batch_of("llama"), use_cache=False)
-    trained(model, batch_of("llama"))
-    assert calls(model) == 1

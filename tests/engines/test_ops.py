@@ -1,7 +1,5 @@
 """Every row of `engines.rebuild.ops` is used, and rebuilds bit-equal results."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -18,6 +16,18 @@ BIAS = nn.Parameter(torch.linspace(-1, 1, 16))
 
 def _qkv(x):
     return [x.view(2, 8, 4, 4).transpose(1, 2) * factor for factor in (1.0, 0.5, 2.0)]
+
+
+def _attention(y, **options):
+    return functional.scaled_dot_product_attention(*_qkv(y), **options)
+
+
+def _fused_attention(y, *mask, **options):
+    return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(*_qkv(y), *mask, **options)[0]
+
+
+def _mask(y):
+    return torch.linspace(-1, 1, 64, dtype=y.dtype).view(1, 1, 8, 8).expand(2, 4, 8, 8)
 
 
 def _overrideable(query, key, value, mask=None, dropout=0.0, is_causal=False, debug=False, *, scale=None):
@@ -96,10 +106,8 @@ TOYS = {
     "BmmBackward0": lambda y: torch.bmm(y, y.transpose(1, 2)),
     "SoftmaxBackward0": lambda y: torch.softmax(y, -1) * 2.0,
     "SafeSoftmaxBackward0": lambda y: torch.ops.aten._safe_softmax(y, -1) * 2.0,
-    "ScaledDotProductFlashAttentionForCpuBackward0": lambda y: functional.scaled_dot_product_attention(*_qkv(y)),
-    "ScaledDotProductFusedAttentionOverrideableBackward0": lambda y: (
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(*_qkv(y), scale=0.3)[0]
-    ),
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention,
+    "ScaledDotProductFusedAttentionOverrideableBackward0": lambda y: _fused_attention(y, scale=0.3),
     "GeluBackward0: exact": functional.gelu,
     "ClampBackward1: from above": lambda y: y.clamp(max=0.1),
     "MulBackward0: a number": lambda y: y * 3.3,
@@ -123,17 +131,9 @@ TOYS = {
     "IndexBackward0: truth values": lambda y: (y * y)[y.detach() > 0.5],
     "AddmmBackward0: alpha and beta": lambda y: torch.addmm(BIAS, y.view(16, 16), WEIGHT, alpha=0.5, beta=2.0),
     "SoftmaxBackward0: in the middle": lambda y: torch.softmax(y, 1) * 2.0,
-    "ScaledDotProductFlashAttentionForCpuBackward0: causal": lambda y: functional.scaled_dot_product_attention(
-        *_qkv(y), is_causal=True, scale=0.3
-    ),
-    "ScaledDotProductFlashAttentionForCpuBackward0: masked": lambda y: functional.scaled_dot_product_attention(
-        *_qkv(y), attn_mask=torch.linspace(-1, 1, 64, dtype=y.dtype).view(1, 1, 8, 8).expand(2, 4, 8, 8)
-    ),
-    "ScaledDotProductFusedAttentionOverrideableBackward0: masked": lambda y: (
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(
-            *_qkv(y), torch.linspace(-1, 1, 64, dtype=y.dtype).view(1, 1, 8, 8).expand(2, 4, 8, 8)
-        )[0]
-    ),
+    "ScaledDotProductFlashAttentionForCpuBackward0: causal": lambda y: _attention(y, is_causal=True, scale=0.3),
+    "ScaledDotProductFlashAttentionForCpuBackward0: masked": lambda y: _attention(y, attn_mask=_mask(y)),
+    "ScaledDotProductFusedAttentionOverrideableBackward0: masked": lambda y: _fused_attention(y, _mask(y)),
 }
 
 
@@ -155,9 +155,9 @@ def test_a_row_makes_the_same_bits(name, dtype, monkeypatch):
     used, node = [], name.partition(":")[0]
     row = ops.OPS[node]
 
-    def prepare(found, *metadata):
-        made = row.prepare(found, *metadata)
-        return made and (lambda *operands: used.append(node) or made(*operands))
+    def prepare(saving, *metadata):
+        operation = row.prepare(saving, *metadata)
+        return operation and (lambda *operands: used.append(node) or operation(*operands))
 
     monkeypatch.setitem(ops.OPS, node, dataclasses.replace(row, prepare=prepare))
     weight, bias = (nn.Parameter(tensor.detach().to(dtype)) for tensor in (WEIGHT, BIAS))
@@ -167,33 +167,32 @@ def test_a_row_makes_the_same_bits(name, dtype, monkeypatch):
     assert used, f"the row {node} was not used"
 
 
+STAY = {
+    "an operation without a row": lambda x: x.abs().pow(SCALE),
+    "a sum in place of two types": lambda x: functional.silu((x * 2.0).add_(x.float() * 0.7)),
+    "dropout in eval mode": lambda x: torch.native_dropout(functional.silu(x), 0.3, False)[0] * functional.mish(x),
+    "64 bits": lambda x: (wide := x.double().sin()).float().square() * torch.sigmoid(wide) * wide,
+}
+
+
 @pytest.mark.compat
 @each_dtype
-@pytest.mark.parametrize(
-    "block",
-    [
-        lambda x: x.abs().pow(SCALE),  # has no row
-        lambda x: functional.silu((x * 2.0).add_(x.float() * 0.7)),
-        lambda x: torch.native_dropout(functional.silu(x), 0.3, False)[0] * functional.mish(x),
-        lambda x: (wide := x.double().sin()).float().square() * torch.sigmoid(wide) * wide,
-    ],
-    ids=["an operation", "a sum in place of two types", "dropout in eval mode", "64 bits"],
-)
-def test_what_a_row_cannot_make_stays(block, dtype):
-    same_toys(lambda x: block(x) * SCALE, save=(), dtype=dtype)
+@pytest.mark.parametrize("name", STAY)
+def test_what_a_row_cannot_make_stays(name, dtype):
+    same_toys(lambda x: STAY[name](x) * SCALE, save=(), dtype=dtype)
 
 
-@pytest.mark.parametrize("operands", [None, 2])
-def test_inputs_that_a_row_reads_itself_are_no_operands(operands, monkeypatch):
+@pytest.mark.parametrize("inputs", [None, 2])
+def test_inputs_that_a_row_reads_itself_are_no_operands(inputs, monkeypatch):
     """Inputs that a row reads itself, such as the optional bias of efficient attention, do not count as operands."""
 
     def prepare(node, metadata):
         factor = node._saved_tensor2
         return lambda base, other: torch.addcmul(base, other, factor)
 
-    monkeypatch.setitem(ops.OPS, "AddcmulBackward0", ops.Op("pointwise", prepare, operands=operands))
+    monkeypatch.setitem(ops.OPS, "AddcmulBackward0", ops.Op("pointwise", prepare, inputs=inputs))
     factor = torch.linspace(-1, 1, 256).view(2, 8, 16)
-    same_toys(lambda x: torch.addcmul(x * x, x, factor) * SCALE, save=(), rebuilds=operands is not None)
+    same_toys(lambda x: torch.addcmul(x * x, x, factor) * SCALE, save=(), rebuilds=inputs is not None)
 
 
 @pytest.mark.parametrize("wrong", [torch.Tensor.double, lambda x: x[:1]])

@@ -1,14 +1,12 @@
 """Random state around recomputed blocks, including Python's and numpy's; and CUDA graphs, which forbid reading it."""
 
-from __future__ import annotations
-
 import random
 import types
 
 import numpy
 import pytest
 import torch
-from helpers.custom import custom_model, steps_of
+from helpers.custom import custom_model, same_under, steps_of
 from helpers.steps import assert_same, planned, step
 from torch.nn import functional
 
@@ -37,7 +35,7 @@ def test_random_state_of_mps_counts_whatever_it_says_of_itself(monkeypatch):
     monkeypatch.setattr(torch.mps, "is_initialized", lambda: False, raising=False)
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: states[device.type].clone())
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: states.update({device.type: state}))
-    before = compat.random_state.RandomState([torch.device("mps", 0)])
+    before = compat.process_state.RandomState([torch.device("mps", 0)])
     states["mps"] += 1
     assert before.may_have_moved()
     before.restore()
@@ -68,11 +66,6 @@ DRAWS = {
     "numpy, one of a pair": numpy.random.normal,
     "from a seed": seeds_itself,
 }
-RUN_AGAIN = {
-    "full": {"policy": "full"},
-    "segments": {"segments": 2},
-    "torch's state is not kept": {"policy": "full", "preserve_rng_state": False},
-}
 
 
 def seeded(run, *args):
@@ -88,7 +81,7 @@ def test_every_draw_is_noticed_and_repeated():
     draws = [draw for draw in DRAWS.values() for _ in range(2)]
     try:
         for draw in (*draws, lambda: numpy.random.set_bit_generator(numpy.random.PCG64(1)), numpy.random.random):
-            before = compat.random_state.RandomState()
+            before = compat.process_state.RandomState()
             assert not before.may_have_moved()
             expected = draw()
             assert before.may_have_moved()
@@ -101,22 +94,17 @@ def test_every_draw_is_noticed_and_repeated():
 
 @pytest.mark.trap(48)
 @pytest.mark.compat
-@pytest.mark.parametrize("name", RUN_AGAIN)
+@pytest.mark.parametrize("keeps_torchs", [True, False])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_a_block_draws_the_same_numbers_again(draw, name):
+def test_a_block_draws_the_same_numbers_again(draw, keeps_torchs):
     """Recomputations repeat Python's and numpy's numbers, and later draws are as without recomputation."""
 
     def work(block, hidden, shift):
         return functional.silu(block.one(hidden * DRAWS[draw]())) + block.two(hidden)
 
-    expected, after = seeded(steps_of, custom_model(work))
-    model = planned(custom_model(work), RUN_AGAIN[name])
-    found, after_ours = seeded(steps_of, model)
-    for one, other in zip(expected, found, strict=True):
-        assert_same(one, other)
-    assert after == after_ours
-    # In a segment, all but the last block run once more, to make the inputs of the others.
-    assert [*hf_ckpt.describe(model).recomputed.values()] == ([6, 3, 3] if name == "segments" else [3, 3, 3])
+    spec = {"policy": "full", "preserve_rng_state": keeps_torchs}
+    model = same_under(spec, lambda model: seeded(steps_of, model), lambda: custom_model(work))
+    assert [*hf_ckpt.describe(model).recomputed.values()] == [3, 3, 3]
 
 
 def test_only_blocks_that_draw_from_the_host_read_its_state(monkeypatch):
@@ -134,9 +122,4 @@ def test_a_part_of_a_block_draws_the_same_numbers_again(policy):
             block.mlp.act_fn.register_forward_hook(lambda module, args, output: output * random.random())
         return step(model, tiny_batch("llama"))
 
-    expected, after = seeded(run, tiny_model("llama"))
-    model = planned(tiny_model("llama"), {"policy": policy})
-    found, after_ours = seeded(run, model)
-    assert_same(expected, found)
-    assert after == after_ours
-    assert all(hf_ckpt.describe(model).recomputed.values())
+    same_under({"policy": policy}, lambda model: seeded(run, model), lambda: tiny_model("llama"))

@@ -1,7 +1,5 @@
 """`selective` with blocks of all kinds: hooks, functions, frozen and compiled parts, adapters, kinds of backward."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -9,26 +7,12 @@ import torch
 import torch._dynamo
 from accelerate.hooks import attach_align_device_hook
 from helpers.adapters import with_lora
-from helpers.others import OTHERS, other_model
-from helpers.steps import assert_same, outcome, planned, step, without_cache
-from helpers.toys import (
-    SAVES,
-    SCALE,
-    WEIGHT,
-    Norm,
-    each_family,
-    each_save,
-    plain_and_ours,
-    rebuilt,
-    same_steps,
-    same_toys,
-    toy,
-)
+from helpers.steps import assert_same, outcome, step, without_cache
+from helpers.toys import SAVES, SCALE, WEIGHT, Norm, each_family, plain_and_ours, rebuilt, same_steps, same_toys, toy
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import hf_ckpt
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.measure.live import LiveBytes
@@ -98,13 +82,12 @@ BLOCKS = {
 @pytest.mark.trap(13)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_tensors_saved_and_dropped(block):
-    """Modules that run several times or without gradients are rebuilt; tensors that custom functions save are kept."""
+    """Modules that run several times or without gradients are rebuilt; tensors that custom functions save are kept.
+
+    Hooks of the user get each tensor that is kept once.
+    """
     region = same_toys(block, parameters=(SCALE, NORM.weight))
     assert (region.saved_tensors, region.dropped_tensors) == BLOCKS[block][:2]
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_hooks_of_the_user_get_each_kept_tensor_once(block):
     stored = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: stored.append(tensor) or tensor, torch.clone):
         RebuildRegion("toy", save=SAVES[0])(block, torch.randn(2, 8, 16, requires_grad=True).neg())
@@ -186,7 +169,7 @@ UNDER_A_CHECKPOINT = {
 
 @pytest.mark.trap(49)
 @pytest.mark.compat
-@each_save
+@pytest.mark.parametrize("save", SAVES, ids="+".join)
 @pytest.mark.parametrize("name", UNDER_A_CHECKPOINT)
 def test_the_users_own_checkpoint_inside_a_block(name, save):
     """A checkpointed function runs again only in backward; tensors around it are rebuilt."""
@@ -219,13 +202,13 @@ def is_norm(name):
 def merged_and_unmerged(model, family):
     """Gradients before merging adapters, while they are merged, with trained norms, and after unmerging."""
     model = with_lora(model, family)
-    found = step(model, tiny_batch(family))
+    results = step(model, tiny_batch(family))
     model.merge_adapter()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or is_norm(name))
-    found |= {f"{name}, merged": value for name, value in step(model, tiny_batch(family)).items()}
+    results |= {f"{name}, merged": value for name, value in step(model, tiny_batch(family)).items()}
     model.unmerge_adapter()
-    return found | {f"{name}, after": value for name, value in step(model, tiny_batch(family)).items()}
+    return results | {f"{name}, after": value for name, value in step(model, tiny_batch(family)).items()}
 
 
 def frozen(trains):
@@ -280,11 +263,11 @@ def one_parameter_after_another(model, family):
     """Gradients are requested one parameter at a time, in either order."""
     loss = model(**without_cache(model, tiny_batch(family))).loss
     named = [(name, parameter) for name, parameter in model.named_parameters() if "embed" not in name][-20:]
-    found = {"loss": loss.detach()}
+    results = {"loss": loss.detach()}
     for turn, pairs in enumerate((named, named[::-1])):
         for name, parameter in pairs:
-            found[f"{name} {turn}"] = torch.autograd.grad(loss, parameter, retain_graph=True)[0]
-    return found
+            results[f"{name} {turn}"] = torch.autograd.grad(loss, parameter, retain_graph=True)[0]
+    return results
 
 
 SMALL = ("Norm", "Activation")
@@ -294,7 +277,7 @@ RUNS = {
     "norms frozen": frozen(lambda place, name: not is_norm(name)),
     "every other parameter frozen": frozen(lambda place, name: place % 2 == 1),
     "two of three parameters frozen": frozen(lambda place, name: place % 3 == 0),
-    "modules' outputs changed": hooked(SMALL, "register_forward_hook", lambda *found: found[2] * 1.5, prepend=True),
+    "modules' outputs changed": hooked(SMALL, "register_forward_hook", lambda *results: results[2] * 1.5, prepend=True),
     "modules' inputs changed": hooked(SMALL, "register_forward_pre_hook", lambda module, args: (args[0] * 0.5,)),
     "norms' gradients changed": hooked(
         "Norm", "register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)
@@ -344,20 +327,6 @@ def test_linear_layers_with_a_frozen_bias_run_again(family):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:
                     setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=False))
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models(name):
-    """`parity/test_matrix.py` compares more specs, not all of them by default."""
-    batch = {name: value for name, value in tiny_batch("llama").items() if name != "attention_mask"}
-    if name.startswith("ViT"):
-        batch = {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16).sin(), "labels": torch.tensor([0, 1])}
-    expected = step(other_model(name), batch)
-    for save in SAVES:
-        model = planned(other_model(name), {"policy": "selective", "save": save})
-        assert_same(expected, step(model, batch), f"{name} {save}")
-        assert all(hf_ckpt.describe(model).recomputed.values()), save
 
 
 PARTS = [("llama", "mlp"), ("llama", "input_layernorm"), ("bert", "output")]

@@ -1,14 +1,13 @@
 """What the rebuild engine saves of the memory that no checkpointing takes, and that nothing is left afterwards."""
 
-from __future__ import annotations
-
-import gc
 import weakref
 
 import pytest
 import torch
 from helpers.adapters import with_lora
-from helpers.steps import assert_same, planned, step, without_cache
+from helpers.custom import same_under
+from helpers.steps import assert_same, planned, step, without_cache, without_collector
+from helpers.tables import table
 from helpers.toys import SAVES, each_family, plain_and_ours, rebuilt, same_toys, toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,9 +22,9 @@ from hf_ckpt.models.tiny import tiny_batch, tiny_model
 pytestmark = pytest.mark.usefixtures("unwatched")
 
 
-def model_of(family, spec=None, *, lora=False, dropout=0.0, layers=3):
+def model_of(family, spec=None, *, lora=False, dropout=0.0, attention="sdpa"):
     """A model in 16 bits; adapters are in float32."""
-    model = tiny_model(family, layers=layers, hidden=64, dropout=dropout, dtype=torch.bfloat16, attention="sdpa")
+    model = tiny_model(family, layers=3, hidden=64, dropout=dropout, dtype=torch.bfloat16, attention=attention)
     model = with_lora(model, family, lora_dropout=dropout) if lora else model
     return model if spec is None else planned(model, spec)
 
@@ -40,30 +39,15 @@ def held_by(model, batch):
     return held, step(model, batch)
 
 
-# (family, adapters, dropout) -> shares of what is held without checkpointing, for each `save`.
-SHARES = {
-    ("llama", False, 0.0): (0.58, 0.29, 0.54),
-    ("gpt2", False, 0.0): (0.44, 0.19, 0.41),
-    ("bert", False, 0.0): (0.71, 0.22, 0.63),
-    ("t5", False, 0.0): (0.55, 0.26, 0.41),
-    ("gpt2", False, 0.1): (0.42, 0.24, 0.40),
-    ("llama", True, 0.1): (0.51, 0.34, 0.51),
-    ("gpt2", True, 0.1): (0.41, 0.27, 0.41),
-    ("bert", True, 0.1): (0.38, 0.24, 0.26),
-    ("t5", True, 0.1): (0.43, 0.25, 0.43),
-}
-
-
-@pytest.mark.parametrize("case", SHARES, ids=str)
-def test_selective_holds_a_share_of_what_no_checkpointing_holds(case):
+@pytest.mark.parametrize(("family", "lora", "dropout", "shares"), table(__file__, "shares.yaml"))
+def test_selective_holds_a_share_of_what_no_checkpointing_holds(family, lora, dropout, shares, fused_dropout):
     """Masks are bits, float32 copies of 16 bits are 16 bits, and an adapter's input is that of its frozen layer."""
-    family, lora, dropout = case
     batch = tiny_batch(family, batch=4, tokens=64)
     held, expected = held_by(model_of(family, lora=lora, dropout=dropout), batch)
-    for save, share in zip(SAVES, SHARES[case], strict=True):
+    for save, share in zip(SAVES, shares, strict=True):
         model = model_of(family, {"policy": "selective", "save": save}, lora=lora, dropout=dropout)
-        ours, found = held_by(model, batch)
-        assert_same(expected, found)
+        ours, outcome = held_by(model, batch)
+        assert_same(expected, outcome)
         assert rebuilt(model) > 0
         assert ours / held == pytest.approx(share, abs=0.01), save
 
@@ -71,16 +55,12 @@ def test_selective_holds_a_share_of_what_no_checkpointing_holds(case):
 def test_a_parameter_that_is_written_with_a_graph_is_freed():
     """A frozen parameter that a block fills in place, and that gets a graph by that, is freed."""
     region = RebuildRegion("toy", save=("linear", "attention"))
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         slots = [nn.Parameter(torch.zeros(4, 16), requires_grad=False)]
         region(lambda x: slots[0].copy_(x).exp_(), torch.randn(4, 16, requires_grad=True) * 1)
         left = weakref.ref(slots.pop())
         assert left() is None
         assert region.saved_tensors
-    finally:
-        gc.enable()
 
 
 @each_family
@@ -117,16 +97,18 @@ def test_selective_warns_once_inside_another_checkpoint(caplog):
 @pytest.mark.parametrize("policy", ["full", "full+selective", "selective"])
 def test_blocks_that_share_their_weights(policy):
     """Autocast casts a shared weight once for all blocks in the forward, and once per recomputed block."""
-    found, models = [], [tiny_model("llama", layers=3) for _ in range(2)]
-    for model in models:
+
+    def make():
+        model = tiny_model("llama", layers=3)
         for layer in model.model.layers[1:]:
             layer.mlp = model.model.layers[0].mlp
-    planned(models[1], {"policy": policy})
-    for model in models:
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(step(model, tiny_batch("llama")))
-    assert rebuilt(model) > 0
-    assert_same(*found)
+        return model
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def run(model):
+        return step(model, tiny_batch("llama"))
+
+    same_under({"policy": policy}, run, make)
 
 
 @each_family
@@ -135,9 +117,9 @@ def test_what_full_selective_leaves_is_what_full_leaves(family):
     batch = tiny_batch(family, batch=2, tokens=64)
     held, peaks = {}, {}
     for name in ("full", "full+selective"):
-        model = model_of(family, {"policy": name}, dropout=0.1)
-        held[name], found = held_by(model, batch)
-        assert_same(step(model_of(family, dropout=0.1), batch), found)
+        model = model_of(family, {"policy": name}, dropout=0.1, attention="eager")
+        held[name], outcome = held_by(model, batch)
+        assert_same(step(model_of(family, dropout=0.1, attention="eager"), batch), outcome)
         with LiveBytes(model, batch) as live:
             loss = model(**without_cache(model, batch)).loss
             live.peak_bytes = live.current_bytes

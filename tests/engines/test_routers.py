@@ -1,14 +1,11 @@
 """A recomputed block sends tokens to the same experts as its forward, even if scores differ in the last bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
 from helpers.experts import EXPERTS, IMPLEMENTATIONS, MORE_EXPERTS, ONE_BY_ONE, experts
 from helpers.sparing import sparing
-from helpers.steps import assert_near, assert_same, enable, planned, step
-from helpers.toys import SAVES
+from helpers.steps import ENGINES, RUN_AGAIN, assert_near, assert_same, enable, planned, step
 from peft import LoraConfig, get_peft_model
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
@@ -17,20 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.engines import routers as engine
-from hf_ckpt.models.blocks import find_blocks, routers
+from hf_ckpt.engines import routers as routing
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.parts import routers
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 
 ALL = (*EXPERTS, *MORE_EXPERTS)
-SPECS = {
-    "full": {"policy": "full"},
-    "full+selective": {"policy": "full+selective"},
-    "offload": {"policy": "offload"},
-    "segments": {"policy": "full", "segments": 1},
-}
-SELECTIVE = [{"policy": "selective", "save": save} for save in SAVES]
 BATCH = tiny_batch("llama", tokens=24)
 needs_routers = pytest.mark.skipif(ONE_BY_ONE is None, reason="routers of transformers 4 return something else")
 
@@ -48,13 +39,13 @@ class Noise(TorchFunctionMode):
         self.calls = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
+        results = function(*args, **(kwargs or {}))
         if function is functional.linear and args[1].data_ptr() in self.weights:
             self.calls += 1
-            drawn = torch.rand(found.shape, generator=torch.Generator().manual_seed(self.calls)) < 0.5
-            values = found.detach()
-            found = found + (torch.nextafter(values, torch.full_like(values, torch.inf)) - values) * drawn
-        return found
+            drawn = torch.rand(results.shape, generator=torch.Generator().manual_seed(self.calls)) < 0.5
+            values = results.detach()
+            results = results + (torch.nextafter(values, torch.full_like(values, torch.inf)) - values) * drawn
+        return results
 
 
 def tied(model):
@@ -68,8 +59,8 @@ def tied(model):
 def noisy_step(model, batch=BATCH, place=-1):
     """A step with noisy scores, and for each router the choices that it returns at a place, one after another."""
     lists = [[] for _ in routers_of(model)]
-    for router, found in zip(routers_of(model), lists, strict=True):
-        router.register_forward_hook(lambda _, args, output, found=found: found.append(output[place].clone()))
+    for router, results in zip(routers_of(model), lists, strict=True):
+        router.register_forward_hook(lambda _, args, output, results=results: results.append(output[place].clone()))
     with Noise(model):
         return step(model, batch), lists
 
@@ -78,22 +69,21 @@ def noisy_step(model, batch=BATCH, place=-1):
 @needs_routers
 @sparing(
     ("name", "spec"),
-    [(name, spec) for name in ALL for spec in SPECS],
+    [(name, spec) for name in ALL for spec in RUN_AGAIN],
     *((name, "full") for name in ALL),
     ("mixtral", "offload"),
-    ("mixtral", "segments"),
 )
 def test_the_same_experts_whatever_the_last_bit(name, spec, lanes):
     plain, _ = noisy_step(tied(experts(name)))
-    model = planned(tied(experts(name)), SPECS[spec])
-    found, lists = noisy_step(model)
-    assert_near(plain, found, 1e-4)
+    model = planned(tied(experts(name)), RUN_AGAIN[spec])
+    results, lists = noisy_step(model)
+    assert_near(plain, results, 1e-4)
     for first, *again in lists:
         assert again
         assert all(torch.equal(first, each) for each in again)
-    told = hf_ckpt.describe(model)
-    assert {*told.recomputed.values()} == ({1, 2} if spec == "segments" else {1})
-    assert bool(told.moved) == (spec == "offload")
+    described = hf_ckpt.describe(model)
+    assert {*described.recomputed.values()} == {1}
+    assert bool(described.moved) == (spec == "offload")
 
 
 def argmax_model():
@@ -109,8 +99,8 @@ def argmax_model():
 def test_the_same_largest_score_whatever_the_last_bit():
     batch, model = tiny_batch("t5", tokens=24), planned(argmax_model())
     plain, _ = noisy_step(argmax_model(), batch, 0)
-    found, lists = noisy_step(model, batch, 0)
-    assert_near(plain, found, 1e-4)
+    results, lists = noisy_step(model, batch, 0)
+    assert_near(plain, results, 1e-4)
     assert all(torch.equal(first, again) for first, again in lists)  # every router ran again
     assert set(hf_ckpt.describe(model).recomputed.values()) == {1}
     assert len({*lists[0][0].argmax(-1).flatten().tolist()}) > 1
@@ -138,14 +128,12 @@ def test_routers_of_compiled_blocks_run_once(nothing_compiled, monkeypatch):
     assert backward == [[]]
 
 
+CASES = [(name, implementation) for name in EXPERTS for implementation in IMPLEMENTATIONS]
+CASES += [pytest.param(name, None, marks=needs_routers) for name in MORE_EXPERTS]
+
+
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        *((name, implementation) for name in EXPERTS for implementation in IMPLEMENTATIONS),
-        *(pytest.param(name, None, marks=needs_routers) for name in MORE_EXPERTS),
-    ],
-)
+@pytest.mark.parametrize(("name", "implementation"), CASES)
 def test_gradients_and_counts_under_every_spec(name, implementation, lanes):
     """Recomputation sends tokens to the same experts, also with jitter noise."""
     model = experts(name, implementation=implementation)
@@ -154,12 +142,11 @@ def test_gradients_and_counts_under_every_spec(name, implementation, lanes):
     assert len(routers) == 2
     assert all(expected[key].any() for key in routers)
     hf_ckpt.install(model)
-    for spec in (*SELECTIVE, *SPECS.values()):
+    for engine, spec in ENGINES.items():
         enable(model, spec)
-        assert_same(expected, step(model, BATCH), f"{name} {spec}")
+        assert_same(expected, step(model, BATCH), engine)
         done = hf_ckpt.describe(model).recomputed
-        expected_counts = [2, 1] if "segments" in spec else [1, 1]
-        assert [*done.values()] == expected_counts if spec in SPECS.values() else all(done.values())
+        assert [*done.values()] == [1, 1] if engine in RUN_AGAIN else all(done.values())
 
 
 @needs_routers
@@ -174,14 +161,14 @@ def test_adapters_of_a_router():
         config = LoraConfig(r=4, init_lora_weights=False, target_modules=[], target_parameters=["mlp.gate.weight"])
         return get_peft_model(experts("qwen3_moe"), config).train()
 
-    found = []
+    results = []
     for model in (adapted(), planned(adapted())):
         losses = [model(**tiny_batch("llama", seed=seed, tokens=24), use_cache=False).loss for seed in (1, 2)]
         sum(losses).backward()
-        found.append(
+        results.append(
             {"loss": losses[1].detach(), **{n: p.grad for n, p in model.named_parameters() if p.requires_grad}}
         )
-    assert_same(*found)
+    assert_same(*results)
     assert set(hf_ckpt.describe(model).recomputed.values()) == {2}
 
 
@@ -210,7 +197,7 @@ def test_an_error_in_a_router_leaves_nothing(error):
     with pytest.raises(error):
         step(model, BATCH)
     del router.forward
-    assert engine._running.choices is None
+    assert routing._running.choices is None
     assert torch._C._len_torch_function_stack() == 0
     assert_same(step(experts("mixtral"), BATCH), step(model, BATCH))
 
@@ -219,14 +206,14 @@ def test_what_is_kept_is_small():
     """Choices take one byte per expert and token; sparse attention, which chooses too many entries, is not kept."""
     for experts_there, kind in ((256, torch.uint8), (257, torch.int16), (40_000, torch.int32)):
         scores = torch.rand(3, experts_there)
-        found = engine._small(scores.topk(8).indices, scores, -1)
-        assert found.dtype == kind
-        assert torch.equal(found.long(), scores.topk(8).indices)
-    assert engine._small(torch.rand(3, 200).topk(65).indices, torch.rand(3, 200), -1) is None
+        results = routing._small(scores.topk(8).indices, scores, -1)
+        assert results.dtype == kind
+        assert torch.equal(results.long(), scores.topk(8).indices)
+    assert routing._small(torch.rand(3, 200).topk(65).indices, torch.rand(3, 200), -1) is None
 
 
 def test_an_additional_router_call_in_backward_routes_anew():
-    choices, scores = engine.Choices(), torch.tensor([[9.0, 5.0, 7.0]], requires_grad=True)
+    choices, scores = routing.Choices(), torch.tensor([[9.0, 5.0, 7.0]], requires_grad=True)
     with choices.running():
         choices.intercept(True)
         first = torch.tensor([[1.0, 3.0, 2.0]]).topk(k=1, dim=1)

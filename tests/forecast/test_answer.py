@@ -9,31 +9,25 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
-from helpers.planned import model_of, without_state
+from helpers.planned import model_of
 from helpers.sparing import sparing
+from helpers.tables import table
 
 import hf_ckpt
-from hf_ckpt.cli.arguments import asked_of
-from hf_ckpt.cli.main import _parser, main
+from hf_ckpt.cli.arguments import options_of
+from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config
-from hf_ckpt.forecast.presets import presets
-from hf_ckpt.forecast.question import question
+from hf_ckpt.forecast.question import PRESETS, question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {
-    "axolotl.yaml": "{base_model: ., adapter: lora, lora_r: 8, lora_target_linear: true, micro_batch_size: 4, "
-    "sequence_len: 128, sample_packing: true, optimizer: adafactor, bf16: true}",
-    "factory.yaml": "{model_name_or_path: ., finetuning_type: lora, lora_rank: 8, lora_target: all, cutoff_len: 128, "
-    "per_device_train_batch_size: 4, stage: sft, bf16: true}",
-}
-QLORA = "--lora 8 --load-in-4bit"
+TABLES = table(__file__, "answers.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +35,8 @@ def folder(tmp_path_factory):
     """A folder with the config of a LLaMA of two blocks, and training files about it."""
     path = tmp_path_factory.mktemp("asked")
     tiny_model("llama", layers=2).config.to_json_file(path / "config.json", use_diff=False)
-    for name, text in FILES.items():
-        (path / name).write_text(text)
+    for name, values in TABLES["files"].items():
+        (path / name).write_text(yaml.safe_dump(values))
     return path
 
 
@@ -70,77 +64,22 @@ def plan(folder, monkeypatch, capsys):
     return run
 
 
-OPTIM = "optim: adamw_torch_fused"
-ANSWERS = {
-    ". --device 4090": (
-        "--batch 1 --seq 512 --dtype bfloat16 --autocast none --optimizer adamw --attention sdpa; LlamaForCausalLM on "
-        "RTX 4090, budget 21.17 GiB",
-        f"{{per_device_train_batch_size: 1, {OPTIM}, gradient_checkpointing: false}}",
-        "",
-    ),
-    ". --ranks 8 --parallel fsdp2 --device h100": (  # what is trained is in float32, as accelerate casts it
-        "--dtype float32 --autocast bfloat16 --optimizer adamw --attention sdpa --ranks 8 --parallel fsdp2; Llama",
-        f"{{per_device_train_batch_size: 1, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
-        "",
-    ),
-    "MINI-LLaMA --ranks 8 --parallel fsdp2 --autocast bfloat16 --device h100": (  # the same, said by an option
-        "--dtype float32 --autocast bfloat16 --optimizer adamw --attention sdpa --ranks 8 --parallel fsdp2; Llama",
-        f"{{per_device_train_batch_size: 1, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
-        "",
-    ),
-    f". --batch 2 {QLORA} --device 4090": (
-        "--batch 2 --seq 512 --lora 8 --load-in-4bit --dtype bfloat16 --autocast bfloat16 --optimizer adamw",
-        f"{{per_device_train_batch_size: 2, {OPTIM}, bf16: true, gradient_checkpointing: false}}",
-        "prepare_model_for_kbit_training",
-    ),
-    f". {QLORA} --trainer sft --packing --ranks 4 --accum 2 --device t4": (
-        "--lora 8 --load-in-4bit --dtype float16 --autocast float16 --optimizer adamw --accum 2 --attention sdpa "
-        "--trainer sft --packing --ranks 4; LlamaForCausalLM on T4, budget 13.10 GiB",
-        "{per_device_train_batch_size: 1, gradient_accumulation_steps: 2, max_length: 512, packing: true, "
-        f"{OPTIM}, fp16: true, gradient_checkpointing: false}}",
-        "",
-    ),
-    ". --batch 4 --seq 128 --packing --head auto --device cpu --budget 3MiB": (
-        "--batch 4 --seq 128 --dtype bfloat16 --autocast none --optimizer adamw --attention sdpa --packing; LlamaFor",
-        f"{{per_device_train_batch_size: 4, {OPTIM}, gradient_checkpointing: true, "
-        "gradient_checkpointing_kwargs: {policy: budget, budget: 3MiB, head: auto}}",
-        "DataCollatorWithFlattening install hf_ckpt",
-    ),
-    "--config axolotl.yaml --device 4090 --budget 3MiB": (
-        "--batch 4 --seq 128 --lora 8 --no-kbit-preparation --dtype bfloat16 --autocast bfloat16 --optimizer adafactor",
-        "{policy: budget, budget: 3MiB}",
-        "",
-    ),
-    "--config factory.yaml --batch 3 --device 4090 --budget 2300KiB": (
-        "--dtype bfloat16 --autocast bfloat16 --optimizer adamw_torch_fused",
-        "{policy: budget, budget: 2MiB}",
-        "",
-    ),
-    "mini-llama --batch 64 --seq 4096 --device t4 --budget 90GiB": (
-        "--batch 64 --seq 4096 --dtype float32 --autocast float16 --optimizer adamw --attention sdpa; LlamaForCausalLM",
-        f"{{per_device_train_batch_size: 64, {OPTIM}, fp16: true, gradient_checkpointing: false}}",
-        "",
-    ),
-}
-"""Options -> what is assumed; training arguments; functions and modules in the code to copy."""
-
-
-@pytest.mark.parametrize("options", ANSWERS)
-def test_a_question_has_its_answer(options, plan):
-    assumed, arguments, code = ANSWERS[options]
+@pytest.mark.parametrize("row", TABLES["rows"], ids=lambda row: row["options"])
+def test_a_question_has_its_answer(row, plan):
+    options = row["options"]
     fits = "90GiB" not in options
     found = plan(options, 0 if fits else 2)
     peak = f"{found['peak_bytes'] / GIB:.{1 if found['peak_bytes'] >= GIB else 3}f}"
     assert found["answer"].startswith(f"Fits: {peak} of " if fits else f"Does not fit: the plan needs {peak} GiB. ")
-    rows = [*found["rows"], *found["frontier"]]
+    ways = [*found["rows"], *found["frontier"]]
     limit = found["budget_bytes"] if fits else 14.6 * GIB
-    assert all(row["fits"] == (row["peak_bytes"] <= limit) for row in rows)
+    assert all(way["fits"] == (way["peak_bytes"] <= limit) for way in ways)
     assert ("The budget is 90.0 GiB, and a T4 has 14.6." in found["answer"]) == (not fits)
     assert (f" {found['tokens_per_second']:,.0f} tokens a second" in found["answer"]) == fits
-    assert assumed in found["assumed"]
+    assert row["assumed"] in found["assumed"]
     written, *lines = found["write"].values()
-    assert yaml.safe_load(written) == yaml.safe_load(arguments)
-    assert re.findall(r"\w+(?=\()|(?<=-m )\w+", "".join(lines)) == code.split()
+    assert yaml.safe_load(written) == row["arguments"]
+    assert re.findall(r"\w+(?=\()|(?<=-m )\w+", "".join(lines)) == row.get("code", "").split()
     kwargs = yaml.safe_load(written).get("gradient_checkpointing_kwargs", {"policy": "none"})
     assert "--config" in options or Spec.parse(kwargs) == Spec.parse(found["rows"][0]["spec"])
 
@@ -159,7 +98,7 @@ def changed(options, others):
     ],
 )
 def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, capsys):
-    forecast = Forecaster(question(asked_of(_parser().parse_args(["plan", *options.split()])))).answer()
+    forecast = Forecaster(question(options_of(make_parser().parse_args(["plan", *options.split()])))).answer()
     print_forecast(forecast, make_console())
     printed = capsys.readouterr().out
     headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
@@ -260,7 +199,7 @@ def test_a_forecast_plans_for_other_budgets():
 @pytest.mark.long
 def test_a_preset_its_config_its_file_and_the_command_have_one_answer(plan):
     found = hf_ckpt.predict("mini-llama", **MINI)
-    for model in (load_config("mini-llama"), presets()["mini-llama"]):
+    for model in (load_config("mini-llama"), PRESETS["mini-llama"]):
         same = hf_ckpt.predict(model, **MINI)
         assert (same.rows, same.parts, same.frontier) == (found.rows, found.parts, found.frontier)
     by_command = plan("mini-llama --batch 4 --seq 256 --device a10 --budget 320MiB")
@@ -272,18 +211,14 @@ def test_a_preset_its_config_its_file_and_the_command_have_one_answer(plan):
 @sparing(
     ("family", "lora"), itertools.product(FAMILIES, (None, 4)), ("llama", 4), ("gpt2", 4), ("bert", None), ("t5", None)
 )
-def test_a_live_model_and_its_config_are_one_training(family, lora):
+def test_the_config_of_a_model_gives_a_plan_for_its_blocks_and_weights(family, lora):
     model = model_of(family, lora=lora is not None, layers=3)
-    sizes = BATCH | ({"target_tokens": 64} if family == "t5" else {})
-    live = hf_ckpt.predict(without_state(model), **sizes, **TINY)
-    config = hf_ckpt.find_blocks(model).base.config
-    config.architectures = [live.plan.model]
-    sizes |= {"dtype": "float32", "attention": config._attn_implementation, "lora": lora}
-    by_config = hf_ckpt.predict(config, **sizes, **TINY)
-    assert [block for block, _ in live.plan.actions] == [*hf_ckpt.find_blocks(model).blocks]
-    assert live.parts["weights"] == sum(parameter.nbytes for parameter in model.parameters())
-    assert (live.plan, live.peak_bytes, live.parts) == (by_config.plan, by_config.peak_bytes, by_config.parts)
-    assert (live.step_seconds, live.floor_bytes) == (by_config.step_seconds, by_config.floor_bytes)
+    found = hf_ckpt.find_blocks(model)
+    found.base.config.architectures = [found.model]
+    asked = {"dtype": "float32", "attention": found.base.config._attn_implementation, "lora": lora}
+    forecast = hf_ckpt.predict(found.base.config, **BATCH, **asked, **TINY)
+    assert [block for block, _ in forecast.plan.actions] == [*found.blocks]
+    assert forecast.parts["weights"] == sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_the_reference_pass_of_dpo_takes_time():

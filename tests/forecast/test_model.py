@@ -1,4 +1,4 @@
-"""Shallow models on fake tensors: they describe the model of a config, or a live one, and change nothing of it."""
+"""Shallow models on fake tensors: they describe the model of a config, and change nothing of a live one."""
 
 import collections
 import contextlib
@@ -9,32 +9,22 @@ import pytest
 import torch
 import transformers
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, step
-from peft import IA3Config, LoraConfig, get_peft_model
+from helpers.steps import assert_same, planned, step
+from helpers.tables import table
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.batches import _mean_square, micro_step
+from hf_ckpt.forecast.batches import mean_square, micro_step
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
-from hf_ckpt.forecast.presets import presets
-from hf_ckpt.forecast.question import Question
+from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.compat
-PRESETS = {
-    "bert-large": (335.2, [24]),
-    "gpt2-xl": (1557.6, [48]),
-    "llama-3.1-70b": (70553.7, [80]),
-    "mixtral-8x7b": (46702.8, [32]),
-    "qwen3-8b": (8190.7, [36]),
-    "t5-3b": (2851.6, [24, 24]),
-    "mini-llama": (2 * 0.524 + 8 * 3.163, [8]),  # by its formula, at hidden size 512
-}
-"""Name -> (millions of parameters, blocks per stack)."""
+ROWS = table(__file__, "models.yaml")
 
 
 def depths_of(model):
@@ -45,10 +35,11 @@ def depths_of(model):
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ROWS["presets"])
 def test_presets_have_their_known_sizes_and_need_no_memory(name):
+    millions, depths = ROWS["presets"][name]
     with LiveBytes(device="cpu") as live:
-        model, (millions, depths) = model_of_workload(Question(name)), PRESETS[name]
+        model = model_of_workload(Question(name))
     assert live.peak_bytes <= 2**20
     elements = sum(math.prod(shape) for shape, *_ in model.tensors)
     assert [type(model.base).__name__] == load_config(name).architectures
@@ -66,24 +57,15 @@ def test_files_that_are_no_configs_are_refused_by_name(text, tmp_path):
     for name in (str(path), str(tmp_path / "empty"), "no such model!", ""):
         with pytest.raises(HfCkptError, match=r"cannot read a model's config from") as raised:
             load_config(name)
-        assert ", ".join(presets()) in str(raised.value)
+        assert ", ".join(PRESETS) in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("method", "bits", "fields", "said"),
-    [
-        ("gptq", 4, {}, "are quantised by gptq: this cannot be planned for"),
-        ("bitsandbytes", 4, {}, "in 4 bits: give load_in_4bit"),
-        ("bitsandbytes", 8, {"load_in_4bit": True, "lora": 2}, "by bitsandbytes: this"),
-        ("bitsandbytes", 4, {"load_in_4bit": True, "lora": 2}, ""),
-        ("mxfp4", 4, {}, ""),
-    ],
-)
+@pytest.mark.parametrize(("method", "bits", "fields", "said"), ROWS["quantised"])
 def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(method, bits, fields, said):
     """Its config has a dict, or an object of transformers."""
     config = tiny_model("llama", layers=2).config
     config.architectures = ["LlamaForCausalLM"]
-    keys = {"quant_method": method, f"load_in_{bits}bit": method == "bitsandbytes"}
+    keys = {"quant_method": method, **bits}
     for form in (keys, types.SimpleNamespace(to_dict=lambda: keys)):
         config.quantization_config = form
         with pytest.raises(HfCkptError, match=said) if said else contextlib.nullcontext():
@@ -92,32 +74,19 @@ def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(method, b
 
 # --- batches ----------------------------------------------------------------------------------------------------------
 
-TASKS = [
-    ("llama", None, {"labels": (3, 16)}),
-    ("llama", "LlamaForSequenceClassification", {"labels": (3,)}),
-    ("llama", "LlamaModel", {}),
-    ("gpt2", "GPT2ForTokenClassification", {"labels": (3, 16)}),
-    ("bert", "BertForMaskedLM", {"labels": (3, 16)}),
-    ("bert", "BertForNextSentencePrediction", {"labels": (3,)}),
-    ("bert", "BertForQuestionAnswering", {}),
-    ("t5", None, {"labels": (3, 5)}),
-    ("t5", "T5Model", {"decoder_input_ids": (3, 5)}),
-    ("t5", "T5EncoderModel", {}),
-]
 
-
-@pytest.mark.parametrize(("family", "architecture", "shapes"), TASKS)
+@pytest.mark.parametrize(("family", "architecture", "shapes"), ROWS["tasks"])
 def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
     config = tiny_model(family, layers=3).config
-    config.architectures = [architecture or type(tiny_model(family)).__name__]
+    config.architectures = [architecture]
     sizes = {"tokens": 16, "target_tokens": 5}
     workload = Question(config.model_type, 3, **sizes)
     batch = micro_step(workload, model_of_workload(workload, config).base)
-    expected = {"input_ids": (3, 16), "attention_mask": (3, 16), **shapes}
-    assert {name: tuple(value.shape) for name, value in batch.batch.items()} == expected
-    assert (batch.loss is _mean_square) == ("labels" not in expected)
+    expected = {"input_ids": [3, 16], "attention_mask": [3, 16], **shapes}
+    assert {name: [*value.shape] for name, value in batch.batch.items()} == expected
+    assert (batch.loss is mean_square) == ("labels" not in expected)
     forecast = hf_ckpt.predict(config, 3, device="cpu", **sizes)
-    assert forecast.plan.model == config.architectures[0]
+    assert forecast.plan.model == architecture
     assert forecast.tokens_per_second * forecast.step_seconds == pytest.approx(48)
 
 
@@ -150,15 +119,15 @@ def everything_about(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forecast_changes_nothing_of_a_live_model(family):
     """And the plan on the model changes nothing of the forecast."""
-    model, calls, asked = tiny_model(family, layers=3, dropout=0.1), [], {"tokens": 16, "device": "h100"}
-    plain = hf_ckpt.predict(model, 2, **asked).to_dict()
-    hf_ckpt.install(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
-    enable(model)
+    model, calls = tiny_model(family, layers=3, dropout=0.1), []
+    asked = {"tokens": 16, "device": "h100", "architecture": type(model).__name__}
+    plain = hf_ckpt.predict(model.config, 2, **asked).to_dict()
+    planned(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
     expected = step(model, tiny_batch(family))
     for module in find_blocks(model).modules.values():
         module.register_forward_hook(lambda *_: calls.append("forward"))
     before = everything_about(model)
-    assert hf_ckpt.predict(model, 2, **asked).to_dict() == plain
+    assert hf_ckpt.predict(model.config, 2, **asked).to_dict() == plain
     assert everything_about(model) == before
     assert not calls
     assert installation(model).enabled
@@ -185,47 +154,19 @@ def test_a_depth_that_the_config_computes_is_not_set():
     assert (encoder.num_encoder_layers, decoder.num_decoder_layers) == (4, 4)
 
 
-def one_frozen(model):
-    """The model with one frozen weight."""
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    return model
-
-
-def one_narrow(model):
-    """The model with one block in another type."""
-    model.model.layers[1].to(torch.bfloat16)
-    return model
-
-
-REFUSED = {
-    "frozen": (
-        one_frozen,
-        r"^LlamaForCausalLM has [\d,]+ bytes of trainable parameters, but a model of its config, .* has \d",
-    ),
-    "two types": (one_narrow, " bytes of parameters, but a model of its config"),
-    "some adapters": (lambda model: adapted(model, layers_to_transform=[1]), " parameters, but a model of its config"),
-    "dora": (lambda model: adapted(model, use_dora=True), " parameters, but a model of its config"),
-    "no LoRA": (
-        lambda model: get_peft_model(model, IA3Config(task_type="CAUSAL_LM")),
-        "parameters, but a model of its",
-    ),
-    "reads values": (lambda model: ReadsItsLogits(model.config), "how large its tensors are depends on their values"),
-    "speech": (lambda model: transformers.Wav2Vec2ForCTC(SPEECH), "Wav2Vec2ForCTC takes input_values, and not text or"),
-}
 SPEECH = transformers.Wav2Vec2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+REFUSED = {
+    "ReadsItsLogits": (tiny_model("llama").config, "how large its tensors are depends on their values"),
+    "Wav2Vec2ForCTC": (SPEECH, "Wav2Vec2ForCTC takes input_values, and not text or"),
+}
 
 
-def adapted(model, **how):
-    """The model with LoRA on one kind of layers."""
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], **how))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_live_models_that_cannot_be_planned_for_are_refused(name, monkeypatch):
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_models_that_cannot_be_planned_for_are_refused(architecture, monkeypatch):
     monkeypatch.setattr(transformers, "ReadsItsLogits", ReadsItsLogits, raising=False)
-    change, said = REFUSED[name]
+    config, said = REFUSED[architecture]
     with pytest.raises(HfCkptError, match=said) as raised:
-        hf_ckpt.predict(change(tiny_model("llama")), tokens=16, device="h100")
+        hf_ckpt.predict(config, tokens=16, device="h100", architecture=architecture)
     assert "work" in str(raised.value)
 
 

@@ -1,32 +1,26 @@
 """The rows of `optimizers.csv` against real optimizers."""
 
 import math
+import pkgutil
 import warnings
 
 import pytest
 import torch
-from transformers.optimization import Adafactor
+from helpers.tables import table
 
 from hf_ckpt.forecast.optimizers import OPTIMIZERS, optimizer_bytes
 from hf_ckpt.measure.live import LiveBytes
 
 SHAPES = [(300, 200), (300, 200), (64, 8, 8), (500,)]
-REAL = {
-    "adamw": lambda parameters, **how: torch.optim.AdamW(parameters, fused=True),
-    "adamw_torch": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "momentum": lambda parameters, **how: torch.optim.SGD(parameters, momentum=0.9, **how),
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "adafactor": lambda parameters, **how: Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False),
-}
+REAL = table(__file__, "optimizers.yaml")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", REAL)
 def test_state_and_step_are_those_of_real_optimizers(name, dtype):
     parameters = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
-    optimizer = REAL[name](parameters, foreach=True)
+    kind, options = REAL[name]
+    optimizer = pkgutil.resolve_name(kind)(parameters, **options)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)

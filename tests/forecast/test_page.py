@@ -1,6 +1,5 @@
 """The page of `hf-ckpt app`, without a browser."""
 
-import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import yaml
 
 from hf_ckpt.cli import app, main
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.figure import PARTS, figure_of
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB
@@ -20,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SPACE = ROOT / "recipes" / "space"
 
 
-def asked_on_page(paths=True, **changes):
+def asked_on_page(**changes):
     """The question of the page with these values; other fields are empty."""
-    return app.question_of(*({**dict.fromkeys(app.ASKED, ""), "model": "mini-gpt2", **changes}).values(), paths=paths)
+    return app.question_of(*({**dict.fromkeys(app.ON_PAGE, ""), "model": "mini-gpt2", **changes}).values())
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +30,8 @@ def forecast():
 
 
 def test_the_figure_has_the_peak_the_frontier_and_the_plan(forecast):
-    traces = {trace.name: trace for trace in figure_of(forecast).data}
-    tops = [sum(sizes) for sizes in zip(*(traces[name].y for name in PARTS), strict=True)]
+    traces = {trace.name: trace for trace in app.figure_of(forecast).data}
+    tops = [sum(sizes) for sizes in zip(*(traces[name].y for name in app.PARTS), strict=True)]
     assert max(tops) == pytest.approx(forecast.peak_bytes / GIB, rel=1e-3)
     star = traces["this plan"]
     assert (*star.x, *star.y) == (forecast.peak_bytes / GIB, forecast.step_seconds)
@@ -50,8 +48,8 @@ def test_fields_are_read_as_options_of_the_command_line():
         ({"batch": "0"}, "Batch: must be a whole number of at least 1"),
         ({"load_in_4bit": True}, "a base in 4 bits stays frozen"),
         ({"model": " "}, "a model is needed"),
-        ({"model": __file__, "paths": False}, "files of this machine are not read"),
-        ({"model": "../secret", "paths": False}, "files of this machine are not read"),
+        ({"model": __file__}, "the page does not"),
+        ({"model": "../secret"}, "the page does not"),
     ):
         with pytest.raises(HfCkptError, match=message):
             asked_on_page(**changes)
@@ -64,7 +62,7 @@ def test_the_page_answers_moves_and_refuses():
     """
     pytest.importorskip("gradio")
     page = app.build("mini-gpt2")
-    changed, plan, *_, move = (function for function in page.fns.values() if function.fn)
+    plan, *_, move = (function for function in page.fns.values() if function.fn)
     values = [page.blocks[field._id].value for field in plan.inputs]
     assert app.question_of(*values) == asked_on_page(batch="16", tokens="1024", device="4080")
 
@@ -81,7 +79,7 @@ def test_the_page_answers_moves_and_refuses():
     assert Spec.parse(written).budget == round(first["hf-slider"]["minimum"] * 1024) * 2**20
     assert moved["hf-command"]["value"].endswith(f"--budget {written['budget']}")
     assert moved["hf-rows"]["value"][0][0] == "this plan"
-    budget = list(app.ASKED).index("budget")
+    budget = list(app.ON_PAGE).index("budget")
     narrow = [*values[:budget], "400MiB", *values[budget + 1 :]]
     none = parts(plan, *narrow)
     assert "Does not fit: " in none["hf-answer"]["value"]
@@ -89,27 +87,13 @@ def test_the_page_answers_moves_and_refuses():
     assert not none["hf-arguments"]["visible"]
     assert none["hf-slider"]["value"] == none["hf-slider"]["minimum"]
     assert none["hf-rows"]["value"][0][-1] == "yes"
-    answers = [
-        parts(plan, *changed.fn(options, *narrow))["hf-answer"]["value"] for _, options in none["hf-ways"]["choices"]
-    ]
-    assert {answer[:8] for answer in answers} == {"## Fits:"}
     typed = {"batch": "", "global_batch": "8"}
-    step = [typed.get(name, value) for name, value in zip(app.ASKED, values, strict=True)]
+    step = [typed.get(name, value) for name, value in zip(app.ON_PAGE, values, strict=True)]
     split = parts(plan, *step)
     assert "--batch 8 --seq 1024 --device" in split["hf-command"]["value"]
-    again = parts(plan, *changed.fn(split["hf-ways"]["choices"][0][1], *step))
-    assert "--batch 1 --seq 1024 --accum 8 --device" in again["hf-command"]["value"]
     wrong = parts(plan, *values[:budget], "lots", *values[budget + 1 :])
     assert wrong["hf-answer"]["value"].startswith("## Budget: ")
     assert [name for name, part in wrong.items() if part and part["visible"]] == ["hf-answer"]
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "x"])
-def test_a_page_that_other_machines_reach_reads_no_files(host, monkeypatch):
-    built, page = [], SimpleNamespace(launch=lambda **_: None)
-    monkeypatch.setattr(app, "build", lambda model, *, paths: built.append(paths) or page)
-    assert app.run(argparse.Namespace(model="mini-gpt2", host=host, port=1, open=False)) == 0
-    assert built == [host in ("127.0.0.1", "localhost")]
 
 
 @pytest.mark.parametrize("package", ["gradio", "plotly"])

@@ -25,29 +25,24 @@ if __name__ == "__main__":  # one rank, see `counted_on_ranks`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from helpers.processes import torchrun
+from helpers.tables import table
 
 import hf_ckpt
 from hf_ckpt.costs.costs import Costs
 from hf_ckpt.forecast.forecast import Forecaster
-from hf_ckpt.forecast.model import describe_live
-from hf_ckpt.forecast.question import Question, question
+from hf_ckpt.forecast.question import question
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.spec.plan import Plan
 
 TOO_HIGH, TOO_LOW = 0.01, 0.005
 """Largest relative errors of a predicted peak."""
-PLANS = {
-    "keep": [{"layers": "0-", "policy": "none"}],
-    "selective": [{"layers": "0-", "policy": "selective"}],
-    "full": [{"layers": "0-", "policy": "full"}],
-    "full, then keep": [{"layers": "0-", "policy": "full"}, {"layers": "-1", "policy": "none"}],
-    "keep, then full": [{"layers": "-1", "policy": "full"}],
-}
+TABLES = table(__file__, "trainings.yaml")
+PLANS = TABLES["plans"]
 """Name of a plan -> the rules of its spec. The last two differ in the last block of every stack."""
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
-USUAL = {"batch": 4, "tokens": 256, "target_tokens": 8, "accumulation": 1, "dtype": "bfloat16", "lora_dropout": 0.0}
+USUAL = TABLES["usual"]
 """Fields of a training that does not say them."""
 
 
@@ -58,6 +53,8 @@ class Training:
     model: str
     config: Mapping[str, Any]
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    quick: bool = False
+    """Whether it runs by default."""
 
     def __getitem__(self, name: str) -> Any:
         """A field; None if neither the row nor `USUAL` says it."""
@@ -80,69 +77,8 @@ class Training:
         return getattr(transformers, self.model).config_class(architectures=[self.model], **self.config)
 
 
-VOCABULARY, IMAGE_TOKEN, IMAGE_TOKENS = 320, 300, 256
-SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
-TEXT = {**SIZES, "vocab_size": VOCABULARY, "num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 16}
-TEXT |= {"max_position_embeddings": 512}
-WIDE = {**TEXT, "hidden_size": 256, "intermediate_size": 640, "head_dim": 64}
-"""TRL's head takes 64 KiB a token for any vocabulary: blocks have to be wide to matter beside it."""
-TOWER = {**SIZES, "num_hidden_layers": 5, "image_size": 128, "patch_size": 8}
-EXPERTS = {**TEXT, "num_experts_per_tok": 2, "output_router_logits": True, "moe_intermediate_size": 64}
-T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_ff": 160, "d_kv": 16, "num_layers": 6, "num_decoder_layers": 5}
-T5 |= {"num_heads": 4, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 512}
-LLAVA = {"text_config": {**TEXT, "model_type": "llama"}, "image_token_index": IMAGE_TOKEN, "vision_feature_layer": -1}
-LLAVA |= {"vision_config": {**TOWER, "model_type": "clip_vision_model", "projection_dim": 64}}
-AUTOCAST = {"dtype": "float32", "autocast": "bfloat16"}
-LORA = {"lora": 8, "lora_dropout": 0.05}
-
-
-def llama(config: Mapping[str, Any] = TEXT, **fields: Any) -> Training:
-    """A LLaMA, trained as these fields of a question say."""
-    return Training("LlamaForCausalLM", config, fields)
-
-
-ROWS = {
-    "llama": llama(),
-    "gpt2": Training("GPT2LMHeadModel", GPT2, {"dtype": "float32"}),
-    "bert": Training("BertForMaskedLM", TEXT, {"dtype": "float32"}),
-    "t5": Training("T5ForConditionalGeneration", T5, {"target_tokens": 96}),
-    "lora": llama(**LORA),
-    "t5, lora": Training("T5ForConditionalGeneration", T5, {**LORA, "target_tokens": 96}),
-    "4 bits": llama(load_in_4bit=True, **LORA),
-    "autocast": llama(**AUTOCAST),
-    "bert, autocast": Training("BertForMaskedLM", TEXT, AUTOCAST),
-    "accumulation": Training("GPT2LMHeadModel", GPT2, {"accumulation": 2}),
-    "packed": llama(packing=True),
-    "padded": llama(padded=True),
-    "head in chunks": llama({**TEXT, "vocab_size": 4000}, head=256),
-    "head of few tokens": llama({**TEXT, "vocab_size": 4000}, head="auto", batch=1, tokens=270),
-    "tiles, lora": llama(WIDE, mlp=128, **LORA),
-    "dpo, adapters off": llama(WIDE, lora=8, trainer="dpo", batch=1),
-    "dpo, a model": llama(WIDE, trainer="dpo", batch=1),
-    "grpo": llama(WIDE, trainer="grpo", batch=2),
-    "experts": Training("MixtralForCausalLM", {**EXPERTS, "num_local_experts": 4}),
-    "some experts": Training("Qwen3MoeForCausalLM", {**EXPERTS, "num_experts": 4, "mlp_only_layers": [0, 3]}),
-    "two kinds of layers": Training("Gemma2ForCausalLM", {**TEXT, "sliding_window": 64}),
-    "images": Training("ViTForImageClassification", TOWER),
-    "images in text": Training("LlavaForConditionalGeneration", LLAVA, {"images": 1, "tokens": 2 * IMAGE_TOKENS}),
-    "fsdp2": llama(ranks=2, parallel="fsdp2", autocast="none"),
-    "fsdp2, mixed precision": llama(ranks=2, parallel="fsdp2", **AUTOCAST),
-}
-QUICK = {
-    "tiles, lora",
-    "llama",
-    "gpt2",
-    "bert",
-    "t5",
-    "lora",
-    "autocast",
-    "head in chunks",
-    "dpo, adapters off",
-    "experts",
-    "images",
-}
-"""Rows that run by default."""
+ROWS = {name: Training(**row) for name, row in TABLES["rows"].items()}
+IMAGE_SIZE, IMAGE_TOKEN, IMAGE_TOKENS = 128, 300, 256
 
 
 # --- predicted --------------------------------------------------------------------------------------------------------
@@ -168,7 +104,7 @@ def batch_of(training: Training) -> dict[str, torch.Tensor]:
     ids = torch.randint(8, 280, (rows, tokens))
     labels = torch.randint(8, 280, (rows, training["target_tokens"]))
     noise = functools.partial(torch.randn, rows, dtype=training.dtype)
-    pixels = noise(3, TOWER["image_size"], TOWER["image_size"])
+    pixels = noise(3, IMAGE_SIZE, IMAGE_SIZE)
     if model.startswith("ViT"):
         return {"pixel_values": pixels, "labels": labels[:, 0] % 2}
     if training["packing"]:  # position ids mark where a sequence begins
@@ -319,7 +255,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in ROWS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if row.quick else pytest.mark.long) for name, row in ROWS.items()]
+)
 def test_predicted_peaks_are_those_of_real_steps(name, plan, folder):
     peak, planned = counted(name, plan, folder)
     predicted = costs_of(name, folder).peak({block.name: action for block, action in planned.actions})
@@ -333,16 +271,6 @@ def test_predicted_peaks_are_those_of_real_steps(name, plan, folder):
 def test_the_head_in_chunks_is_advised_where_the_loss_calls_the_whole_head(name, helps, folder):
     """The trainers of TRL use its weight."""
     assert costs_of(name, folder).chunks_help == helps
-
-
-@pytest.mark.long
-def test_a_live_model_in_4_bits_is_what_its_row_says(folder):
-    _, described = describe_live(models_of("4 bits", folder)[0])
-    row = {**vars(Question("4 bits")), **ROWS["4 bits"].fields}
-    assert described.pop("architecture") == "LlamaForCausalLM"
-    assert {"q_proj", "down_proj"} < set(described.pop("lora_targets"))
-    assert described == {name: row[name] for name in described}
-    assert {"load_in_4bit", "double_quant", "kbit_preparation", "lora_dropout"} < described.keys()
 
 
 if __name__ == "__main__":

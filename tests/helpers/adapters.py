@@ -1,7 +1,5 @@
 """LoRA adapters for the small models of every family."""
 
-from __future__ import annotations
-
 import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 

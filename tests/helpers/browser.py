@@ -1,6 +1,4 @@
-"""A headless Chromium: the requests and console messages of a page."""
-
-from __future__ import annotations
+"""A headless Chromium, and the requests of a page."""
 
 import json
 import shutil
@@ -23,12 +21,12 @@ class Browser:
         options.binary_location = shutil.which("chromium")
         for switch in (*SWITCHES, f"--user-data-dir={profile}"):
             options.add_argument(switch)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
 
     def open(self, address):
-        """Load a page, and clear the logs."""
-        self.driver.get_log("performance"), self.driver.get_log("browser")
+        """Load a page, and clear the log of requests."""
+        self.driver.get_log("performance")
         self.driver.get(address)
 
     def find(self, selector):
@@ -49,7 +47,3 @@ class Browser:
         sockets = [event["params"]["url"] for event in events if event["method"] == "Network.webSocketCreated"]
         urls = [event["request"]["url"] for event in sent] + sockets
         return [url for url in urls if not url.startswith(("data:", "blob:", "chrome:", "about:"))]
-
-    def complaints(self):
-        """Errors and warnings on the console."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]

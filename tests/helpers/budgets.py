@@ -59,9 +59,10 @@ class Watch:
         step.peak_bytes = self.live.peak_bytes
         record = installation(self.model)
         if record is not None:
-            if record.planned is not None and not record.planned.measures:
-                step.predicted_bytes = record.planned.plan.prediction.peak_bytes
-                step.keeps_all = not record.planned.plan.active()
+            planned = getattr(record.session, "planned", None)
+            if planned is not None and not planned.measures:
+                step.predicted_bytes = planned.plan.prediction.peak_bytes
+                step.keeps_all = not planned.plan.active()
             self.recomputed = max(self.recomputed, sum(hf_ckpt.describe(self.model).recomputed.values()))
         self.steps.append(step)
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-import logging
-import warnings
 
 import torch
 import transformers
 from transformers import TrainerCallback, set_seed
 
 import hf_ckpt
+from helpers.counting import counted_calls, every_message
 from helpers.steps import assert_same, gradients
+from helpers.tables import table
 from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.attach.record import installation
-from hf_ckpt.models.blocks import find_blocks
 
-STEPS, LAYERS = 5, 3
+LAYERS = 3
 MIXED = {"rules": [{"layers": "0", "policy": "full"}, {"layers": "1", "policy": "selective"}]}
 PLANS = {"full": {"policy": "full"}, "selective": {"policy": "selective"}, "mixed": MIXED}
 TEXTS = [f"the quick brown fox {row} " * (1 + row % 3) for row in range(20)]
@@ -33,18 +31,9 @@ TASKS = {
     "distillation": {"prompt": PROMPTS, "completion": TEXTS},
     "orpo": {"prompt": PROMPTS, "chosen": TEXTS, "rejected": [text[::-2] for text in TEXTS]},
 }
-# TRL's defaults are kept: it computes in bf16 and enables checkpointing.
-COMMON = {
-    "max_steps": STEPS,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-2,
-    "use_cpu": True,
-    "report_to": "none",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
-GRPO = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "num_iterations": 2}
+COMMON = table(__file__, "clients.yaml")["common"]
+OF_TRAINER = table(__file__, "clients.yaml")["of_trainer"]
+STEPS = COMMON["max_steps"]
 # Parts of messages with the word "checkpoint" that other libraries give.
 UPSTREAM = ("`gradient_checkpointing", "`is_gradient_checkpointing`", "gradient_checkpointing_enable`", "LOAD REPORT")
 
@@ -102,38 +91,6 @@ class Watch(TrainerCallback):
         self.gradients.append(gradients(model))
 
 
-@contextlib.contextmanager
-def counted(model):
-    """Block -> how often it computed with gradients in train mode, counted by a hook inside the block."""
-    computed, handles = {}, []
-    for name, block in find_blocks(model).modules.items():
-
-        def count(module, args, name=name):
-            computed[name] += torch.is_grad_enabled() and module.training
-
-        computed[name] = 0
-        handles.append((getattr(block, "mlp", None) or block.intermediate).register_forward_pre_hook(count))
-    yield computed
-    for handle in handles:
-        handle.remove()
-
-
-@contextlib.contextmanager
-def every_message():
-    """The texts of Python's warnings and of all loggers."""
-    texts = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())
-    names = ("", "transformers", "datasets", "sentence_transformers")  # loggers that do not propagate
-    with contextlib.ExitStack() as undo, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for logger in map(logging.getLogger, names):
-            logger.addHandler(handler)
-            undo.callback(logger.removeHandler, handler)
-        yield texts
-    texts.extend(str(warning.message) for warning in caught)
-
-
 def trained(make) -> Run:
     """Train the Trainer that `make(callback)` returns."""
     watch = Watch()
@@ -142,7 +99,7 @@ def trained(make) -> Run:
         trainer = make(watch)
         trainer.remove_callback(transformers.PrinterCallback)
         gc.freeze()  # a Trainer collects garbage before it trains, which would take longer than the training
-        with counted(trainer.model) as computed:
+        with counted_calls(trainer.model, only_training=True) as computed:
             trainer.train()
         gc.unfreeze()
     tensors = [*watch.gradients, dict(trainer.model.named_parameters())]

@@ -1,7 +1,5 @@
 """The ways in which users compile models, and the bytes that a step keeps."""
 
-from __future__ import annotations
-
 import torch
 
 from helpers.steps import step

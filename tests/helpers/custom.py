@@ -1,13 +1,14 @@
 """Small models whose code hf_ckpt does not know, such as code from the hub: each block runs a function of the test."""
 
-from __future__ import annotations
+import threading
 
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional
 
-from helpers.steps import outcome
+import hf_ckpt
+from helpers.steps import assert_same, outcome, planned
 from hf_ckpt import compat
 from hf_ckpt.engines.state import ForwardState
 
@@ -97,6 +98,37 @@ def steps_of(model, steps=3):
     return found
 
 
+def in_threads(*works):
+    """Call functions at the same time, each in a thread of its own."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def without_forward_state(region, fn, inputs=None):
     """Replaces `FullRegion.state_for`: a recomputation draws the same numbers, and no other state is restored."""
-    return ForwardState(region.block, None, None, whole=False, keeps_draws=True)
+    return ForwardState(region.block, None, None, parameters_stay=False, keeps_draws=True)
+
+
+def same_under(spec, run, make=custom_model, *, times=1):
+    """Check that `run(model)` gives the same on a plain model and under a plan, and that every block was recomputed.
+
+    `run` returns a step's outcome or a list of them, and perhaps, as a second value, what else must be equal. Returns
+    the model with the plan.
+    """
+    plain, ours = make(), planned(make(), spec)
+    for expected, got in zip(_results(run(plain)), _results(run(ours)), strict=True):
+        if isinstance(expected, dict):
+            assert_same(expected, got)
+        else:
+            assert expected == got
+    assert min(hf_ckpt.describe(ours).recomputed.values()) >= times
+    return ours
+
+
+def _results(returned):
+    """The outcomes, and what else `run` returned."""
+    outcomes, *others = returned if isinstance(returned, tuple) else (returned,)
+    return [*(outcomes if isinstance(outcomes, list) else [outcomes]), *others]

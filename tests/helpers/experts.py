@@ -1,35 +1,15 @@
 """Small mixture-of-experts models."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 
+from helpers.tables import table
 from hf_ckpt import compat
 
-EXPERTS = {
-    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.1},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    "olmoe": {"num_experts": 4},
-}
+_MODELS = table(__file__, "models.yaml")
+EXPERTS = _MODELS["experts"]
 """Model type -> its own config keys."""
-MORE_EXPERTS = {
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
-    "deepseek_v3": {
-        "q_lora_rank": None,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 0,
-        "num_key_value_heads": 4,
-    },
-    "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
-}
+MORE_EXPERTS = _MODELS["more_experts"]
 """More of them, some without auxiliary losses."""
 ONE_BY_ONE = "eager" if len(compat.transformers.ENABLE_NAMES) > 1 else None
 """The implementation that calls experts one by one; in transformers 4 it is the only one and has no name."""
@@ -38,20 +18,10 @@ IMPLEMENTATIONS = (ONE_BY_ONE, "batched_mm", "grouped_mm") if ONE_BY_ONE else (N
 
 def experts(name, implementation=None):
     """A mixture of experts, with its auxiliary loss, that runs its experts with these kernels."""
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": 2,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-        **({} if name == "deepseek_v3" else {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
-    }
-    config = transformers.AutoConfig.for_model(name, **sizes | {**EXPERTS, **MORE_EXPERTS}[name])
+    keys = _MODELS["every_expert"] | (EXPERTS | MORE_EXPERTS)[name]
+    if name != "deepseek_v3":
+        keys |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = transformers.AutoConfig.for_model(name, **keys)
     config._attn_implementation = "eager" if name == "gpt_oss" else "sdpa"
     if implementation is not None:
         config._experts_implementation = implementation

@@ -1,7 +1,5 @@
 """A Trainer that runs out of memory on purpose."""
 
-from __future__ import annotations
-
 import torch
 from transformers import Trainer
 

@@ -1,7 +1,5 @@
 """Visible effects of a plan on a small LLaMA: flags, hooks, and recomputed blocks."""
 
-from __future__ import annotations
-
 import hf_ckpt
 from helpers.steps import step
 from hf_ckpt.models.tiny import tiny_batch

@@ -1,7 +1,5 @@
 """Lanes that replace an accelerator's stream in tests that move tensors to host memory and back."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import weakref
@@ -10,7 +8,7 @@ from unittest import mock
 import torch
 
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines import offload
+from hf_ckpt.engines import host_memory
 from hf_ckpt.measure.live import LiveBytes
 
 
@@ -81,13 +79,13 @@ class DeviceBytes(LiveBytes):
         self.host = {}
         super().__init__(*holders)
 
-    def _count(self, tensor):
+    def count(self, tensor):
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if tensor.dtype is torch.uint8 and size & (size - 1) == 0:
             self.host[storage._cdata] = weakref.ref(storage)
         held = self.host.get(storage._cdata)
-        return (held is None or held() is not storage) and super()._count(tensor)
+        return (held is None or held() is not storage) and super().count(tensor)
 
 
 @contextlib.contextmanager
@@ -103,7 +101,7 @@ def lanes_of(lane_class):
         made.append(lane_class())
         return made[-1]
 
-    with mock.patch.object(offload, "lane_of", lane_of), mock.patch.object(offload, "LEAST_BYTES", 0):
+    with mock.patch.object(host_memory, "lane_of", lane_of), mock.patch.object(host_memory, "LEAST_BYTES", 0):
         yield made
 
 

@@ -1,7 +1,5 @@
 """Random costs to plan with."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import strategies as st

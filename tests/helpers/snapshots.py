@@ -1,7 +1,5 @@
 """A model's attributes and hooks as a value that can be compared later."""
 
-from __future__ import annotations
-
 
 def snapshot(model):
     """`vars()` of every module, with copies of its dicts (parameters, buffers, hooks)."""

@@ -1,7 +1,5 @@
 """Parametrised tests with many cases, only a few of which run by default."""
 
-from __future__ import annotations
-
 import pytest
 
 

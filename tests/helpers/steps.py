@@ -1,16 +1,21 @@
 """One training step as a dict of tensors, and comparisons between two steps."""
 
-from __future__ import annotations
-
+import contextlib
 import gc
 
 import torch
 
 import hf_ckpt
+from helpers.tables import table
 from hf_ckpt import compat
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model
 
+_SPECS = table(__file__, "specs.yaml")
+RUN_AGAIN = _SPECS["run again"]
+"""Name -> spec of an engine that runs a block again."""
+ENGINES = RUN_AGAIN | _SPECS["rebuild"]
+"""Name -> spec of an engine."""
 CACHED_BYTES = 1024
 """What transformers itself may keep of a forward, for models as small as in these tests."""
 ROUNDING = 2e-6
@@ -38,7 +43,8 @@ def without_cache(model, batch):
 
     A cache changes the memory layout of keys and values, which rounds differently with or without checkpointing.
     """
-    return {**batch, "use_cache": False} if compat.transformers.wants_use_cache(base_model(model)) else batch
+    takes_cache = "use_cache" in compat.transformers.forward_parameters(base_model(model))
+    return {**batch, "use_cache": False} if takes_cache else batch
 
 
 def cache_argument(model):
@@ -111,17 +117,23 @@ def input_gradient_hooks(model):
     return sum("input_require_grads" in getattr(hook, "__qualname__", "") for hook in hooks)
 
 
+@contextlib.contextmanager
+def without_collector():
+    """Turn the garbage collector off, so that a reference cycle would hold what is in it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def assert_frees_everything(model, batch, meter=LiveBytes):
     """Check that a forward without a backward leaves nothing, with the garbage collector off: no reference cycles."""
     batch = without_cache(model, batch)
     step(model, batch)
-    gc.collect()
-    gc.disable()
-    try:
-        with meter(model) as live:
-            loss = model(**batch).loss
-            held = live.current_bytes - live.start_bytes
-            del loss
-            assert live.current_bytes - live.start_bytes <= CACHED_BYTES < held
-    finally:
-        gc.enable()
+    with without_collector(), meter(model) as live:
+        loss = model(**batch).loss
+        held = live.current_bytes - live.start_bytes
+        del loss
+        assert live.current_bytes - live.start_bytes <= CACHED_BYTES < held

@@ -1,12 +1,11 @@
 """Feed-forwards that are split into tiles by plain code."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
 
-from hf_ckpt.models.blocks import feed_forwards, find_blocks
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.parts import feed_forwards
 
 
 def split_by_hand(model, tokens):

@@ -1,7 +1,5 @@
 """Small models and blocks for tests of the rebuild engine, and comparisons with the same models without it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_model
 
 SAVES = (["linear", "attention"], ["attention"], ["linear"])
 each_family = pytest.mark.parametrize("family", FAMILIES)
-each_save = pytest.mark.parametrize("save", SAVES, ids="+".join)
 
 
 def plain_and_ours(family="llama", save=SAVES[0], layers=2, **options):

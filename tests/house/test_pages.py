@@ -1,8 +1,8 @@
 """The README, docs and CONTRIBUTING: shown code runs, links exist, and claims hold."""
 
-import importlib.util
 import json
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -148,7 +148,7 @@ def links(page: str) -> list[str]:
     return [link for link in found if "://" not in link]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "recipes/benchmarks/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "recipes/benchmarks/README.md", "tests/README.md"])
 def test_links_lead_somewhere(page):
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -173,14 +173,9 @@ def test_answers_in_the_readme_are_lines_of_the_cookbook():
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def devices_page() -> str:
-    """The site puts the file of devices where the page has a comment."""
-    found = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    hooks = importlib.util.module_from_spec(found)
-    found.loader.exec_module(hooks)
-    return hooks.on_page_markdown(PAGES["docs/devices.md"], SimpleNamespace(repo_url=""))
-
-
+# The site puts the file of devices where the page has a comment.
+HOOKS = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+DEVICES_PAGE = HOOKS["on_page_markdown"](PAGES["docs/devices.md"], SimpleNamespace(repo_url=""))
 KEYS = section(POLICIES_PAGE, "What you can ask for")
 FAMILIES = [
     (row.name, ", ".join(row.model_types), ", ".join(f"`{stack}`" for stack, _ in row.stacks))
@@ -195,7 +190,7 @@ FAMILIES = [
         (KEYS, r"^\| `(\w+)` \|", sorted(READERS)),
         (KEYS.partition("| `policy` | ")[2].partition("|")[0], r"`([\w+]+)`", sorted(POLICIES)),
         (section(POLICIES_PAGE, "Models"), r"^\| (\w+) \| (.+) \| (`.+`) \|$", sorted(FAMILIES)),
-        (devices_page(), r"^\| ([\w-]+) \| .+ \| (?:yes|no) \|$", sorted(DEVICES)),
+        (DEVICES_PAGE, r"^\| ([\w-]+) \| .+ \| (?:yes|no) \|$", sorted(DEVICES)),
     ],
     ids=["public names", "keys", "policies", "families", "devices"],
 )

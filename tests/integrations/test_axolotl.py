@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.tables import table
 from helpers.trainers import FLAG, trainer
 from peft import LoraConfig, get_peft_model
 
@@ -55,13 +56,7 @@ def test_a_training_is_planned_and_logged(plugin, tmp_path, lora):
 
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(plugin):
     plugin.register(CONFIG | {"gradient_checkpointing_kwargs": None})
-    for changes, said in (
-        ({"gradient_checkpointing": False}, "`gradient_checkpointing` must be true"),
-        ({"gradient_checkpointing": "offload"}, "`gradient_checkpointing` must be true"),
-        ({"gradient_checkpointing_kwargs": {"polcy": "full"}}, "did you mean `policy`"),
-        ({"activation_offloading": True}, "`activation_offloading` cannot be used"),
-        ({"selective_checkpointing": True, "layer_offloading": True}, "`selective_checkpointing` and `layer_offload"),
-    ):
+    for changes, said in table(__file__, "axolotl.yaml"):
         with pytest.raises(HfCkptError, match=said):
             plugin.register(CONFIG | changes)
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_ckpt.compat import devices
 from hf_ckpt.forecast.devices import this_device
-from hf_ckpt.measure import clocks, levels, memory
+from hf_ckpt.measure import levels, memory
 from hf_ckpt.measure.live import LiveBytes
 
 MIB = 2**20
@@ -53,7 +53,7 @@ def cuda(monkeypatch):
         "get_device_name": lambda device: f"Card {device.index}",
     }.items():
         monkeypatch.setattr(torch.cuda, name, functools.partial(report, name, function))
-    monkeypatch.setattr(memory, "_highest", collections.Counter())
+    monkeypatch.setattr(memory, "highest", collections.Counter())
     monkeypatch.setattr(devices, "accelerator_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     return cards
@@ -151,7 +151,7 @@ def test_the_device_that_worked_longest_counts(monkeypatch):
 
     monkeypatch.setattr(devices, "has_timed_events", lambda device: True)
     monkeypatch.setattr(devices, "timed_event", Event)
-    clock = clocks.DeviceClock({SECOND, FIRST})
+    clock = levels.DeviceClock({SECOND, FIRST})
     first = clock.stamp()
     done.update({FIRST: 3.0, SECOND: 8.0})
     assert clock.between(first, clock.stamp()) == 8_000_000

@@ -1,44 +1,38 @@
 """Every model type of every row is found, through every wrapper, and trains with equal gradients."""
 
+import collections
+
 import pytest
 import torch
 import transformers
+from helpers.adapters import with_lora
+from helpers.installed import flags
 from helpers.others import other_model
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, recomputed, step
-from peft import LoraConfig, get_peft_model
+from helpers.steps import assert_same, planned, recomputed, step
+from helpers.tables import table
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hf_ckpt
 from hf_ckpt import Family
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError
-from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models import families
-from hf_ckpt.models.blocks import base_model, find_blocks, frozen_prefix
+from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.families import register_family
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
-# Sizes by the names of every model type; each takes its own. Stacks have different depths, to reveal mix-ups.
-TOKENS = {"vocab_size": 320, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 0}
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
-ALL_SIZES = {**TOKENS, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8, "embedding_size": 32}
-ALL_SIZES |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
-ALL_SIZES |= {"attention_types": [[["global", "local", "global"], 1]], "window_size": 8}
-ALL_SIZES |= {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+SIZES = table(__file__, "sizes.yaml")
 DEPTHS = {"bert": {"encoder": 3}, "t5": {"encoder": 3, "decoder": 2}}
 AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
 
 
-def random_batch():
-    ids = torch.randint(7, 320, (2, 16), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+BATCH = tiny_batch("llama")
 
 
-def depths(found):
+def depths(blocks):
     """Stack -> number of blocks."""
-    stacks = [block.stack for block in found.blocks]
-    return {stack: stacks.count(stack) for stack in stacks}
+    return collections.Counter(block.stack for block in blocks.blocks)
 
 
 @pytest.fixture
@@ -59,15 +53,15 @@ def rows():
 def test_every_model_type_of_every_row(row, model_type):
     """Blocks are found as the row says; `full` recomputes each once, with equal gradients."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **ALL_SIZES)
+    config = transformers.AutoConfig.for_model(model_type, **SIZES)
     model = AUTO.get(row.name, transformers.AutoModelForCausalLM).from_config(config).train()
-    found = find_blocks(model)
-    assert (found.family, depths(found)) == (row.name, DEPTHS.get(row.name, {"decoder": 3}))
-    expected = step(model, random_batch())
-    hf_ckpt.install(model)
-    enable(model)
-    assert_same(expected, step(model, random_batch()))
-    assert recomputed(model) == [block.name for block in found.blocks]
+    blocks = find_blocks(model)
+    assert (blocks.family, depths(blocks)) == (row.name, DEPTHS.get(row.name, {"decoder": 3}))
+    expected = step(model, BATCH)
+    planned(model)
+    assert_same(expected, step(model, BATCH))
+    # Attention modules inside T5's blocks carry the flag, too.
+    assert recomputed(model) == flags(model) == [block.name for block in blocks.blocks]
 
 
 def test_other_heads_on_the_same_blocks():
@@ -76,30 +70,25 @@ def test_other_heads_on_the_same_blocks():
         ("BertModel", "bert", "encoder.layer.0", {"encoder": 4}),
         ("T5EncoderModel", "t5", "encoder.block.0", {"encoder": 4}),
     ):
-        found = find_blocks(getattr(transformers, model_class)(tiny_model(family).config))
-        assert (found.family, found.blocks[0].name, depths(found)) == (family, first, stacks)
+        blocks = find_blocks(getattr(transformers, model_class)(tiny_model(family).config))
+        assert (blocks.family, blocks.blocks[0].name, depths(blocks)) == (family, first, stacks)
 
 
 # --- families without a row -----------------------------------------------------------------------------------------
 
 
-def test_an_unknown_family_works_with_one_line_of_warning_until_it_is_registered(rows, caplog):
+def test_an_unknown_family_works_and_can_be_registered(rows, caplog):
     model = other_model("OPTForCausalLM")
-    expected = step(model, random_batch())
+    expected = step(model, BATCH)
     for _ in range(2):
-        hf_ckpt.install(model)
-        enable(model)
-    assert_same(expected, step(model, random_batch()))
-    assert [record.getMessage() for record in caplog.records] == [
-        "OPTForCausalLM is of no known family; 2 checkpointable blocks found, used as family `generic`."
-    ]
+        planned(model)
+    assert_same(expected, step(model, BATCH))
     assert len(recomputed(model)) == 2
-    forget_warnings()
     register_family(Family("opt", ("opt",), (("text", "decoder.layers"),)))
     assert (find_blocks(model).family, depths(find_blocks(model))) == ("opt", {"text": 2})
     hf_ckpt.install(model, {"layers": {"text": "1"}})
     assert list(hf_ckpt.describe(model).plan.active()) == ["model.decoder.layers.1"]
-    assert len(caplog.records) == 1
+    assert not caplog.records
     # Registering the same name again replaces the row.
     register_family(Family("opt", ("opt",), (("decoder", "decoder.layers"),)))
     assert depths(find_blocks(model)) == {"decoder": 2}
@@ -111,9 +100,9 @@ def test_generic_stacks_are_named_after_their_paths():
     """Generic stacks are called `encoder` and `decoder` if that is clear, else by their path; names are unique."""
     bart = other_model("BartForConditionalGeneration", encoder_layers=2, decoder_layers=3)
     assert depths(find_blocks(bart)) == {"encoder": 2, "decoder": 3}
-    text, image = {"num_hidden_layers": 2, **TOKENS}, {"num_hidden_layers": 3, "image_size": 8, "patch_size": 4}
-    config = transformers.CLIPConfig(text_config={**SIZES, **text}, vision_config={**SIZES, **image})
-    stacks = {"text_model.encoder.layers": 2, "vision_model.encoder.layers": 3}
+    image = {**SIZES, "num_hidden_layers": 4, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=SIZES, vision_config=image)
+    stacks = {"text_model.encoder.layers": 3, "vision_model.encoder.layers": 4}
     assert depths(find_blocks(transformers.CLIPModel(config))) == stacks
 
 
@@ -128,28 +117,26 @@ class Holder(nn.Module):
         self.models = nn.ModuleList(models)
 
 
-def lora(model):
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+WRAPPERS = {
+    "data parallel": nn.DataParallel,
+    "peft in a holder": lambda model: Holder(with_lora(model, "llama")),
+    "compiled peft": lambda model: torch.compile(with_lora(model, "llama")),
+}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [nn.DataParallel, lambda model: Holder(lora(model)), lambda model: torch.compile(lora(model))],
-    ids=["data parallel", "peft in a holder", "compiled peft"],
-)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_wrappers_are_looked_through(wrap):
     """hf_ckpt installs on the innermost PreTrainedModel, and wrappers do not change block names."""
     model = tiny_model("llama")
     names = [block.name for block in find_blocks(model).blocks]
     wrapped = wrap(model)
     assert base_model(wrapped) is model
-    hf_ckpt.install(wrapped)
-    assert vars(model).keys() >= {"_hf_ckpt", "gradient_checkpointing_enable"}
+    before = snapshot(model)
+    planned(wrapped)
     assert [block.name for block, _ in hf_ckpt.describe(wrapped).plan.actions] == names
-    enable(wrapped)
     assert hf_ckpt.describe(model).enabled
     hf_ckpt.uninstall(wrapped)
-    assert "_hf_ckpt" not in vars(model)
+    assert snapshot(model) == before
 
 
 def test_sharded_and_compiled_blocks_keep_name_and_kind():
@@ -169,11 +156,10 @@ def test_sharded_and_compiled_blocks_keep_name_and_kind():
 
 
 def test_something_that_is_no_model():
-    for thing in (nn.Linear(2, 2), Holder()):
-        with pytest.raises(NoBlocksError, match="is no Hugging Face PreTrainedModel"):
-            hf_ckpt.install(thing)
-    for thing in ("llama", 3, tiny_model):
-        with pytest.raises(NoBlocksError, match=r"must be a torch\.nn\.Module, but is"):
+    no_model = "is no Hugging Face PreTrainedModel"
+    no_module = r"must be a torch\.nn\.Module, but is"
+    for thing, said in ((nn.Linear(2, 2), no_model), (Holder(), no_model), ("llama", no_module), (Holder, no_module)):
+        with pytest.raises(NoBlocksError, match=said):
             hf_ckpt.install(thing)
     pair = Holder(tiny_model("llama"), tiny_model("bert"))
     for act in (hf_ckpt.install, hf_ckpt.uninstall, hf_ckpt.describe):
@@ -206,9 +192,10 @@ def test_a_model_without_blocks_names_the_known_families():
 def test_a_block_in_torchs_own_wrapper_has_an_owner_already():
     model = tiny_model("llama")
     model.model.layers[2] = checkpoint_wrapper(model.model.layers[2])
+    before = snapshot(model)
     with pytest.raises(OwnerConflictError, match=r"block 'model.layers.2.* is already wrapped"):
         hf_ckpt.install(model)
-    assert "_hf_ckpt" not in vars(model)
+    assert snapshot(model) == before
 
 
 # --- the frozen prefix ----------------------------------------------------------------------------------------------
@@ -229,14 +216,11 @@ def test_a_block_in_torchs_own_wrapper_has_an_owner_already():
 )
 def test_blocks_below_the_first_trainable_parameter(family, trainable, frozen):
     """Exactly the blocks reported as frozen are not recomputed."""
-    model = tiny_model(family)
+    model = planned(tiny_model(family))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable in name)
-    found = find_blocks(model)
-    names = [block.name for block in found.blocks]
-    assert list(frozen_prefix(model, found)) == names[:frozen]
+    names = [block.name for block in find_blocks(model).blocks]
+    assert list(hf_ckpt.describe(model).frozen) == names[:frozen]
     if trainable != "no such parameter":
-        hf_ckpt.install(model)
-        enable(model)
         step(model, tiny_batch(family))
         assert recomputed(model) == names[frozen:]

@@ -9,45 +9,20 @@ from typing import Any
 
 import pytest
 from helpers.processes import each_rank, run_on_ranks
-from helpers.ranks import LAYERS, MIXED, Case, assert_as_planned
+from helpers.ranks import LAYERS, Case, assert_as_planned
+from helpers.tables import table
 
 pytestmark = pytest.mark.long
 Results = list[dict[str, Any]]  # one dictionary of cases per rank
 
-FULL, SELECTIVE, OFFLOAD = {"policy": "full"}, {"policy": "selective"}, {"policy": "offload"}
-EVERY_2, SEGMENTS, HEAD = {"policy": "full", "every_n_layers": 2}, {"segments": 2}, {**FULL, "head": 4}
-COMPILED = {"compile": "blocks", "share": 0.3}
-UNUSED, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
-DDP = {
-    "lora, saved, static_graph": Case("ddp", model="lora, saved", steps=2, options=STATIC),
-    "installed on ddp": Case("ddp", order="after"),
-    "bert, unused pooler": Case("ddp", "bert", model="headless", options=UNUSED),
-    "t5, segments, accumulate": Case("ddp", "t5", (SEGMENTS,), accumulate=3),
-    "pair, static_graph": Case("ddp", pair=True, options=STATIC),
-    "compiled": Case("ddp", specs=(COMPILED,)),
-}
-FSDP2 = {
-    "fsdp2, head": Case("fsdp2", specs=(HEAD,)),
-    "fsdp2, tiles": Case("fsdp2", specs=({**FULL, "mlp": 10},), accumulate=3),
-    "fsdp2, lora, bf16": Case("fsdp2", model="lora", half=True),
-    "fsdp2, t5, every_2, accumulate": Case("fsdp2", "t5", (EVERY_2,), accumulate=3),
-    "fsdp2, t5, mixed, after, bf16": Case("fsdp2", "t5", (MIXED,), order="after", half=True, dropout=0.1),
-    # Each rank has its own plan and its own batches.
-    "fsdp2, full beside none": Case("fsdp2", specs=(FULL, {"policy": "none"}), tokens=(16, 48), steps=2),
-    "fsdp2, selective beside mixed": Case("fsdp2", specs=(SELECTIVE, MIXED), tokens=(48, 16), steps=2),
-    "fsdp2, offload": Case("fsdp2", specs=(OFFLOAD,), tokens=(16, 48)),
-    "fsdp2, compiled": Case("fsdp2", specs=(COMPILED,)),
-    "fsdp2, compiled, mixed": Case(
-        "fsdp2", specs=({"compile": "blocks", "policy": "none", "rules": [{"layers": "1", "policy": "full"}]},)
-    ),
-}
-TRAINER = {
-    "trainer, mixed": Case("trainer", specs=(MIXED,), dropout=0.1, steps=2, accumulate=2),
-    "trainer, t5, every_2": Case("trainer", "t5", (EVERY_2,), dropout=0.1, steps=2, accumulate=2),
-}
-OWNERS = {owner: Case("accelerate", owner=owner) for owner in ("ours", "both")}
-CONTROL = {"control": Case("ddp", specs=({"use_reentrant": True},), order="stock", options=UNUSED)}
-"""Runs last, because it fails during a backward. It runs without hf_ckpt and shows that these cases can fail."""
+TABLE = table(__file__, "ranks.yaml")
+
+
+def cases(part):
+    return {name: Case(**row) for name, row in TABLE[part].items()}
+
+
+FSDP2, OWNERS, DDP, TRAINER, CONTROL = map(cases, ("fsdp2", "owners", "ddp", "trainer", "control"))
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
 
 
@@ -62,13 +37,13 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def assert_trained(case: Case, results: Results, name: str) -> None:
     """Check counts; the worker has compared gradients."""
-    for rank, found in enumerate(each_rank(results, name)):
-        assert found["kinds"] == [KINDS[case.family]]  # not FSDP's subclass
+    for rank, result in enumerate(each_rank(results, name)):
+        assert result["kinds"] == [KINDS[case.family]]  # not FSDP's subclass
         if case.compiled:
-            assert found["in_graphs"] == case.blocks()
-            assert found["by_others"] == []
+            assert result["in_graphs"] == case.blocks()
+            assert result["by_others"] == []
         else:
-            assert_as_planned(case, rank, found)
+            assert_as_planned(case, rank, result)
 
 
 @pytest.mark.trap(4)
@@ -90,36 +65,36 @@ def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
     """Recomputation gathers no parameters again: otherwise ranks with different plans would deadlock."""
     case = FSDP2[name]
     assert_trained(case, ranks, name)
-    for found in each_rank(ranks, name):
-        theirs, ours = found["collectives"]
-        assert ours == theirs
-        assert bool(ours) == (not case.compiled)
-        assert found["same_keys"]
-        assert found["chunked_heads"] == 0
-        assert ("its parameters are sharded or moved" in found["messages"]) == (case.specs == (HEAD,))
+    for result in each_rank(ranks, name):
+        without, with_plan = result["collectives"]
+        assert with_plan == without
+        assert bool(with_plan) == (not case.compiled)
+        assert result["same_keys"]
+        assert result["chunked_heads"] == 0
+        assert ("its parameters are sharded or moved" in result["messages"]) == ("head" in case.specs[0])
 
 
 @pytest.mark.parametrize("name", TRAINER)
 def test_the_trainer_under_ddp_ends_with_the_weights_it_has_without_checkpointing(ranks: Results, name: str) -> None:
-    for rank, found in enumerate(each_rank(ranks, name)):
-        assert found["wrapper"] == "DistributedDataParallel"
-        assert found["find_unused_parameters"] is False
-        assert_as_planned(TRAINER[name], rank, found)
+    for rank, result in enumerate(each_rank(ranks, name)):
+        assert result["wrapper"] == "DistributedDataParallel"
+        assert result["find_unused_parameters"] is False
+        assert_as_planned(TRAINER[name], rank, result)
 
 
 @pytest.mark.trap(8, 9)
 @pytest.mark.parametrize("name", OWNERS)
 def test_accelerates_fsdp2_has_one_owner_of_checkpointing(ranks: Results, name: str) -> None:
     """`fsdp_activation_checkpointing: true` in accelerate's settings is refused beside a plan, in either order."""
-    for rank, found in enumerate(each_rank(ranks, name)):
-        assert found["is_fsdp2"]
-        assert ("FSDPCheckpointWrapper" in found["units"]) == (name == "both")  # accelerate follows its settings
+    for rank, result in enumerate(each_rank(ranks, name)):
+        assert result["is_fsdp2"]
+        assert ("FSDPCheckpointWrapper" in result["units"]) == (name == "both")  # accelerate follows its settings
         if name == "ours":
-            assert found["enabling"] == found["looking for lost blocks"] == ""
-            assert found["units"].count("FSDPLlamaDecoderLayer") == LAYERS
-            assert found["same_keys"]
-            assert_as_planned(OWNERS[name], rank, found)
+            assert result["looking for lost blocks"] == ""
+            assert result["units"].count("FSDPLlamaDecoderLayer") == LAYERS
+            assert result["same_keys"]
+            assert_as_planned(OWNERS[name], rank, result)
         else:
-            assert "fsdp_activation_checkpointing" in found["enabling"]
-            for doing in ("enabling", "looking for lost blocks", "installing"):
-                assert found[doing].startswith("OwnerConflictError"), doing
+            assert "`activation_checkpointing: true` in the FSDP settings" in result["training"]
+            for doing in ("training", "looking for lost blocks", "installing"):
+                assert result[doing].startswith("OwnerConflictError"), doing

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 from helpers.made_up import LADDERS, blocks_of, ends_of, made_up, some_costs
+from helpers.tables import table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +13,16 @@ from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner import choose
-from hf_ckpt.planner.budgets import best_plan, choice_within, frontier, peak_of_least, plan_of, plan_within
-from hf_ckpt.planner.choose import fastest, lowest_peak
+from hf_ckpt.planner.choose import (
+    best_plan,
+    choice_within,
+    fastest,
+    frontier,
+    lowest_peak,
+    peak_of_least,
+    plan_of,
+    plan_within,
+)
 from hf_ckpt.units import format_bytes
 
 
@@ -130,49 +139,27 @@ def test_if_the_optimizers_step_is_the_peak_no_block_is_recomputed_in_vain(costs
     slower = dataclasses.replace(costs, head_tokens="auto", optimizer_nanoseconds=10**12)
     floor = peak_of_least([slower, costs])  # of several candidates, whatever their order
     plan = plan_of(*choice_within([slower, costs], floor))
-    assert plan.prediction.peak_bytes == costs.static.beside == floor
+    assert plan.prediction.peak_bytes == costs.static.optimizer_peak_bytes == floor
     assert round(plan.prediction.step_seconds * 1e9) == min(time for time, *_ in everything(costs).values())
     assert plan.head == "full"
 
 
-MIB = 2**20
-STATE = Static(MIB, optimizer=2 * MIB, gradients=MIB)
-STATE_ALONE = "weights, gradients and the optimizer alone need"
+ERRORS = table(__file__, "infeasible.yaml")
 SMALLER = "a smaller batch with as many more accumulated steps, or shorter sequences"
-HEAD = "the head and its loss are the peak, with"
-ERRORS = {
-    "logits": (
-        {"head": 100_000, "chunks_help": True},
-        100_000,
-        [HEAD, "chunks", SMALLER],
-        ["LoRA", "what blocks keep"],
-    ),
-    "logits of another head": ({"head": 100_000}, 100_000, [HEAD, "fewer tokens", SMALLER], ["chunks"]),
-    "state": ({"static": STATE}, 3 * MIB, [f"{STATE_ALONE} 4.00 MiB", "use LoRA"], ["a smaller batch", "head"]),
-    "step": (
-        {"static": dataclasses.replace(STATE, step_bytes=MIB)},
-        5 * MIB - 1,
-        [f"{STATE_ALONE} 5.00 MiB"],
-        ["a smaller batch"],
-    ),
-    "blocks": ({"count": 40, "head": 2}, 200, [SMALLER, "what blocks keep is", ": a larger `host"], [HEAD, "LoRA"]),
-    "a sequence on a host": (
-        {"count": 40, "head": 2, "sequences": 1, "has_host": False},
-        200,
-        ["shorter sequences"],
-        ["smaller batch", "host"],
-    ),
-}
 
 
-@pytest.mark.parametrize(("changes", "budget", "said", "unsaid"), ERRORS.values(), ids=ERRORS)
-def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(changes, budget, said, unsaid):
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(name):
+    row = ERRORS[name]
+    changes = {"count": 4, **row["costs"]}
+    if "static" in changes:
+        changes["static"] = Static(**changes["static"])
     with pytest.raises(InfeasibleError) as caught:
-        plan_within([alike(**{"count": 4, **changes})], budget)
+        plan_within([alike(**changes)], row["budget"])
     error = caught.value
-    assert sum(error.parts.values()) == error.floor_bytes > budget
-    assert [text for text in said if text not in str(error)] == []
-    assert [text for text in unsaid if text in "".join(error.hints)] == []
+    assert sum(error.parts.values()) == error.floor_bytes > row["budget"]
+    assert [text for text in row["said"] if text not in str(error)] == []
+    assert [text for text in row["unsaid"] if text in "".join(error.hints)] == []
 
 
 def test_a_plan_above_the_budget_is_the_fastest_near_the_lowest_peak():

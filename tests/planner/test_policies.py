@@ -1,6 +1,7 @@
 """From spec and blocks to a plan: chosen blocks, what does not fit, plans of other models, and plans in print."""
 
 import pytest
+from helpers.tables import table
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,38 +30,23 @@ def plan_for(spec, **stacks):
 # --- choosing blocks ------------------------------------------------------------------------------------------------
 
 
-KEPT = {"stack": "decoder", "layers": "1-3", "policy": "none"}
-SOME = [{"layers": "0", "policy": "full"}, {"layers": "2", "policy": "full", "share": 0.2}]
+PLANS = table(__file__, "plans.yaml")
 
 
 @pytest.mark.trap(15)
-def test_blocks_chosen():
+@pytest.mark.parametrize(("spec", "encoder", "decoder"), PLANS["blocks"])
+def test_blocks_chosen(spec, encoder, decoder):
     """Stack by stack."""
-    for spec, encoder, decoder in (
-        ("full", "full 0-2", "full 0-3"),
-        ({"every_n_layers": 3}, "full 0; keep 1-2", "full 0, 3; keep 1-2"),
-        ({"layers": {"decoder": "-2--1"}}, "keep 0-2", "keep 0-1; full 2-3"),
-        ({"policy": "full", "rules": [KEPT]}, "full 0-2", "full 0; keep 1-3"),
-        ({"policy": "full", "rules": [{"stack": "encoder", "policy": "none"}]}, "keep 0-2", "full 0-3"),
-        ({"segments": 2}, "full (segment 0) 0-1; full (segment 1) 2", "full (segment 0) 0-1; full (segment 1) 2-3"),
-    ):
-        _, *printed = str(plan_for(spec, encoder=3, decoder=4)).splitlines()
-        assert printed == [f"  encoder (3 x T5Block): {encoder}", f"  decoder (4 x T5Block): {decoder}"]
+    _, *printed = str(plan_for(spec, encoder=3, decoder=4)).splitlines()
+    assert printed == [f"  encoder (3 x T5Block): {encoder}", f"  decoder (4 x T5Block): {decoder}"]
 
 
-def test_shares_of_compiled_blocks():
+@pytest.mark.parametrize(("spec", "shares"), PLANS["shares"])
+def test_shares_of_compiled_blocks(spec, shares):
     """`compile` compiles all blocks of a model, those that keep everything with share 1."""
-    for spec, shares in (
-        ({}, [0, 0, 0]),
-        ({"policy": "none"}, [1, 1, 1]),
-        ({"share": 0.3, "layers": "1"}, [1, 0.3, 1]),
-        ({"policy": "selective", "every_n_layers": 2}, [0.5, 1, 0.5]),
-        ({"rules": SOME}, [0, 1, 0.2]),
-        ({"policy": "full", "share": 0.3, "rules": [{"layers": "0", "policy": "none"}]}, [1, 0.3, 0.3]),
-    ):
-        plan = plan_for({"compile": "blocks", **spec}, encoder=3)
-        assert [(action.kind, action.share) for _, action in plan.actions] == [("compiled", share) for share in shares]
-        assert Plan.from_dict(plan.to_dict()) == plan
+    plan = plan_for({"compile": "blocks", **spec}, encoder=3)
+    assert [(action.kind, action.share) for _, action in plan.actions] == [("compiled", share) for share in shares]
+    assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def slow_twin(parts, count):
@@ -144,18 +130,12 @@ def test_a_printed_description_says_what_has_happened():
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
 
 
-def test_a_plan_in_one_line():
-    rules = [{"layers": "0-1,5", "policy": "selective"}, {"layers": "3", "policy": "full"}]
-    for spec, said in (
-        ({"policy": "none"}, "everything is kept, in 8 blocks"),
-        ({"every_n_layers": 4}, "full on blocks 0, 4 of 8"),
-        ({"layers": "1"}, "full on block 1 of 8"),
-        ({"segments": 2}, "full in 2 segments on all 8 blocks"),
-        ({"mlp": 512, "rules": rules[1:]}, "full+tiles (512 tokens) on block 3 of 8"),
-        ({"mlp": "auto"}, "full+tiles on all 8 blocks"),
-        ({"rules": rules}, "selective (save linear, attention) on blocks 0-1, 5 and full on block 3 of 8"),
-    ):
-        plan = plan_for(spec, decoder=8)
-        assert (plan.summary(), Plan.from_dict(plan.to_dict())) == (said, plan)
-        assert plan_for(spec, encoder=8, decoder=8).summary() == f"encoder: {said}; decoder: {said}"
+@pytest.mark.parametrize(("spec", "said"), PLANS["summaries"])
+def test_a_plan_in_one_line(spec, said):
+    plan = plan_for(spec, decoder=8)
+    assert (plan.summary(), Plan.from_dict(plan.to_dict())) == (said, plan)
+    assert plan_for(spec, encoder=8, decoder=8).summary() == f"encoder: {said}; decoder: {said}"
+
+
+def test_a_plan_in_one_line_names_the_head_once():
     assert plan_for({"head": 512}, decoder=8).summary() == "full on all 8 blocks; head in chunks"

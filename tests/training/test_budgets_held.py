@@ -1,7 +1,5 @@
 """Budgets hold in trainings of every kind, in one process and on two ranks, with bit-equal gradients and weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random
@@ -12,7 +10,6 @@ import torch
 import transformers
 from helpers.adapters import with_lora
 from helpers.budgets import differing, missed, trained
-from helpers.others import other_model
 from helpers.processes import each_rank, run_on_ranks
 from helpers.ranks import Case
 from helpers.steps import enable, without_cache
@@ -54,12 +51,6 @@ def frozen_below():
     for part in (model.get_input_embeddings(), *model.model.layers[: LAYERS // 2]):
         part.requires_grad_(False)
     return model
-
-
-def with_layerdrop():
-    """An OPT that skips blocks at random."""
-    sizes = {"hidden_size": HIDDEN, "ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN, "layerdrop": 0.3}
-    return other_model("OPTForCausalLM", layers=LAYERS, max_position_embeddings=256, attention="sdpa", **sizes)
 
 
 def loop(
@@ -155,7 +146,6 @@ ROWS = {
     ),
     "t5, lora on half": loop(lambda: small("t5", lora=True, **ABOVE), "t5"),
     "mixed lengths": loop(small, lengths=tuple(random.Random(0).sample(range(24, 193), 40)), steps=40),
-    "layerdrop": loop(with_layerdrop, steps=32),
     "one block eight times": loop(one_block_eight_times),
     "then unfrozen": loop(frozen_below, steps=2 * STEPS, unfrozen_at=STEPS),
     "trl sft, smoothed": trl("SFT", TEXTS, label_smoothing_factor=0.1, **FOUR),

@@ -1,7 +1,5 @@
 """The Trainer from end to end: what the callback logs, where it logs, and that it does not change the training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -24,7 +22,7 @@ from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.callback import MemoryTimeCallback
-from hf_ckpt.training.guard import REPORT_FILE
+from hf_ckpt.training.out_of_memory import REPORT_FILE
 
 OFF = {FLAG: False, f"{FLAG}_kwargs": None}
 
@@ -61,16 +59,6 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
     assert hook_count(run.model) == hooks
 
 
-@pytest.mark.long
-def test_the_predicted_peak_of_a_budget_is_logged(tmp_path):
-    spec = {f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}}
-    run = trainer(tmp_path, max_steps=24, logging_steps=24, **spec)
-    run.train()
-    (row,) = metrics(tmp_path)
-    assert row["memory/predicted_gib"] * 2**30 == hf_ckpt.describe(run.model).plan.prediction.peak_bytes
-    assert 0 < row["memory/predicted_gib"] <= 1
-
-
 def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
     """As on a device without statistics."""
     monkeypatch.setattr(callback, "PeakMeter", lambda devices: PeakMeter([torch.device("mps")]))
@@ -104,7 +92,7 @@ class Meter:
 class LogAtEpochEnd(transformers.TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         # Before our callback at the end of the epoch: the default flow sets the flag there with other settings.
-        handler = compat.transformers.running(CallbackHandler)
+        handler = next(compat.frames.running(CallbackHandler))
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
 
@@ -224,20 +212,18 @@ def test_any_model_is_measured_and_a_short_run_that_logs_nothing_too(tmp_path):
 
 
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
-    """Memory and time are the largest of all ranks; differences that checks found are their sum."""
     seen: list[dict] = []
 
     def two_ranks(values):
         seen.append(values)
         other = {"memory/peak_gib": values["memory/peak_gib"] * 3, "time/step_s": values["time/step_s"] * 2}
-        return [{**values, "ckpt/mismatch": 1}, {**values, **other, "ckpt/mismatch": 2}]
+        return [values, {**values, **other}]
 
     monkeypatch.setattr(compat.distributed, "of_all_ranks", two_ranks)
     trainer(tmp_path, max_steps=1).train()
     (row,), (first, *_) = metrics(tmp_path), seen
     assert row["memory/peak_gib"] == first["memory/peak_gib"] * 3
     assert row["time/step_s"] == first["time/step_s"] * 2
-    assert row["ckpt/mismatch"] == 3
 
 
 @pytest.mark.compat
@@ -274,7 +260,7 @@ EVALUATES = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 1}
 RUNS_OUT = {
     "forward of model.layers.2.mlp": ({}, "fewer tokens"),
     "backward of model.layers.1.mlp": ({}, "fewer tokens"),
-    "backward, before the gradient of model.layers.3.post_attention_layernorm.weight": (OFF, "fewer tokens"),
+    "backward": (OFF, "fewer tokens"),
     "optimizer": ({}, "adamw_8bit"),
     "evaluation of model.layers.2.mlp": (EVALUATES, "eval_batch"),
 }
@@ -308,13 +294,8 @@ def test_the_report_says_where_memory_ran_out(place, tmp_path, caplog):
     report = (tmp_path / REPORT_FILE).read_text()
     assert report.startswith(f"hf_ckpt: out of memory in the {place}: OutOfMemoryError: {MESSAGE[:-1]}\n")
     assert report.count("out of memory in") == sum("out of memory in" in text for text in messages(caplog)) == 1
-    for line in (
-        "weights and gradients: ",
-        "optimizer state: ",
-        "variable `",
-        "no plan" if options == OFF else "full 0",
-    ):
-        assert line in report
+    assert "variable `" in report
+    assert ("no plan" if options == OFF else "full 0") in report
     assert advice in report.splitlines()[-1]
     assert not {"training_step", "_run_epoch"} & vars(run).keys()
 

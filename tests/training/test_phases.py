@@ -1,44 +1,28 @@
 """What a step is for, and which plan wins a race."""
 
-from __future__ import annotations
-
 import pytest
+from helpers.tables import table
 
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block, Plan
-from hf_ckpt.training.phases import MOST_FAILURES, Known, Phase, phase_of
-from hf_ckpt.training.race import RACE_STEPS, Entrant, Race
+from hf_ckpt.training.phases import MEASURED, MOST_FAILURES, RACE_STEPS, Entrant, Phase, Progress, Race, phase_of
 
-NOTHING = Known()
-PHASES = {
-    "DDP rebuilds its buckets": (Known(is_warm=False), Phase.WARM_UP),
-    "warm-up comes before all else": (Known(is_warm=False, has_plan=True, failures=MOST_FAILURES), Phase.WARM_UP),
-    "nothing is known": (NOTHING, Phase.MEASURE),
-    "some steps failed": (Known(failures=MOST_FAILURES - 1), Phase.MEASURE),
-    "too many steps failed": (Known(failures=MOST_FAILURES), Phase.GIVEN_UP),
-    "too many timed steps failed": (Known(failures=MOST_FAILURES, has_bytes=True), Phase.GIVEN_UP),
-    "times without bytes": (Known(has_times=True, has_raced=True), Phase.MEASURE),
-    "bytes are known": (Known(has_bytes=True), Phase.TIME),
-    "bytes are known, and the race was run before": (Known(has_bytes=True, has_raced=True), Phase.TIME),
-    "bytes and times are known": (Known(has_bytes=True, has_times=True), Phase.RACE),
-    "all is known": (Known(has_bytes=True, has_times=True, has_raced=True), Phase.CHECK),
-    "a plan was made": (Known(has_plan=True), Phase.CHECK),
-    "a plan was made, and steps fail": (Known(has_plan=True, failures=MOST_FAILURES), Phase.PLAN),
-    "a plan was checked": (Known(has_plan=True, is_checked=True), Phase.PLAN),
-    "a plan was checked, in another state": (Known(has_plan=True, is_checked=True, has_bytes=True), Phase.PLAN),
-}
+PHASES = table(__file__, "phases.yaml")
 
 
 @pytest.mark.parametrize("name", PHASES)
 def test_each_step_is_for_what_is_still_to_be_done(name):
     known, expected = PHASES[name]
-    assert phase_of(known) is expected
+    assert phase_of(Progress(**known)) is Phase(expected)
 
 
-def test_only_some_phases_are_measured_and_only_some_are_planned():
-    assert [phase for phase in Phase if phase.is_planned] == [Phase.CHECK, Phase.PLAN]
-    unmeasured = [phase for phase in Phase if not phase.is_measured]
-    assert unmeasured == [Phase.WARM_UP, Phase.PLAN, Phase.GIVEN_UP]
+def test_the_table_is_for_this_number_of_failures():
+    assert MOST_FAILURES == 8
+
+
+def test_only_some_phases_are_measured():
+    unmeasured = [phase for phase in Phase if phase not in MEASURED]
+    assert unmeasured == [Phase.WARM_UP, Phase.PLAN, Phase.GIVEN_UP, Phase.PAUSED]
 
 
 def entrant(action, seconds, way):
@@ -83,12 +67,3 @@ def test_ways_that_make_the_same_plan_share_its_steps():
     entrants = [entrant(KEEP, 1.0, (KEEP, FULL)), entrant(KEEP, 1.0, (KEEP,)), entrant(FULL, 2.0, (FULL,))]
     _, steps = raced(entrants, {KEEP: [1_000_000_000] * 3, FULL: [1_000_000_000] * 3})
     assert steps == [KEEP, FULL] * RACE_STEPS
-
-
-def test_the_slowest_rank_decides():
-    """A rank that has raced less than this one adds what it has; one that has raced more adds nothing."""
-    race = Race()
-    for ratios in ([1.0, 2.0], [3.0], [0.5, 2.5, 9.0]):
-        race.ratios[KEEP,] = [1.5, 1.0]
-        race.take_slowest([{(KEEP,): ratios}, {}])
-        assert race.ratios == {(KEEP,): [max(pair) for pair in zip([1.5, 1.0], [*ratios, 0.0], strict=False)]}

@@ -1,7 +1,5 @@
 """`hf_ckpt.verify` requires equal gradients and real recomputation, and reports what fails."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -83,7 +81,7 @@ def of_the_run(model):
     """What a verification must leave as it is: the same objects, and equal counts."""
     record = installation(model)
     session = record.session
-    objects = record, session, record.planned, record.watch, record.functions, record.heads
+    objects = record, session, session.planned, record.watch, record.functions, record.heads
     return [*map(id, objects), record.plan, session.measured_steps, dict(session.plans), hf_ckpt.describe(model)]
 
 
@@ -111,7 +109,7 @@ def test_the_plan_of_a_budget_is_verified_and_its_run_goes_on():
     ("method", "fault", "problem"),
     [
         (
-            "_checkpoint",
+            "checkpointed",
             lambda self, fn, *args: fn(*args),
             "planned but not recomputed: model.layers.0, model.layers.1, ",
         ),

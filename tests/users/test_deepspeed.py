@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.custom import same_under
 from helpers.processes import each_rank, run_on_ranks
-from helpers.ranks import MIXED, Case, assert_as_planned
-from helpers.steps import assert_same, enable, outcome, recomputed, step
+from helpers.ranks import Case, assert_as_planned
+from helpers.steps import enable, outcome, recomputed, step
+from helpers.tables import table
 
 import hf_ckpt
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+TABLE = table(__file__, "zero.yaml")
 
 # --- without DeepSpeed ----------------------------------------------------------------------------------------------
 
@@ -39,20 +43,15 @@ def under_zero3(version: str, frozen: bool, spec: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.trap(6, 52)
-@pytest.mark.parametrize("spec", [{"policy": "full"}, MIXED, {"use_reentrant": True}], ids=str)
-def test_frozen_parameters_under_an_old_zero3_are_refused(spec, monkeypatch):
-    """An old ZeRO-3 with frozen parameters is refused: backward would fail with a CheckpointError."""
-    model = under_zero3("0.19.2", True, spec, monkeypatch)
-    said = r"DeepSpeed 0\.19\.2 .*Install a DeepSpeed after 0\.19\.2, use ZeRO-2, .*`use_reentrant=True`"
-    with pytest.raises(HfCkptError, match=said):
+@pytest.mark.parametrize(("version", "frozen", "spec", "said"), TABLE["zero3"])
+def test_zero3_trains_or_is_refused(version, frozen, spec, said, monkeypatch):
+    model = under_zero3(version, frozen, spec, monkeypatch)
+    if said is None:
         step(model, tiny_batch("llama"))
-
-
-@pytest.mark.parametrize(("version", "frozen"), [("0.19.3", True), ("0.20.0", True), ("0.19.2", False)])
-def test_a_newer_zero3_or_one_without_frozen_parameters_trains(version, frozen, monkeypatch):
-    model = under_zero3(version, frozen, {"policy": "full"}, monkeypatch)
-    step(model, tiny_batch("llama"))
-    assert recomputed(model) == Case("ddp").blocks()
+        assert recomputed(model) == Case("ddp").blocks()
+    else:
+        with pytest.raises(HfCkptError, match=said):
+            step(model, tiny_batch("llama"))
 
 
 class Owned(OrderedDict):
@@ -63,49 +62,37 @@ class Owned(OrderedDict):
 
 
 def test_a_block_whose_dicts_have_no_copy_is_recomputed_with_the_attributes_of_its_forward():
-    found = []
-    for spec in ({"policy": "none"}, {"policy": "full"}):
+    def make():
         model = tiny_model("llama", attention_dropout=0.5)
         for part in model.modules():
             part._parameters = Owned(part, part._parameters)
-        hf_ckpt.install(model)
-        enable(model, spec)
+        return model
+
+    def run(model):
         torch.manual_seed(7)
         loss = model(**tiny_batch("llama")).loss
         model.eval()
         loss.backward()
-        found.append(outcome(model, loss))
-    assert_same(*found)
-    assert recomputed(model) == Case("ddp").blocks()
+        return outcome(model, loss)
+
+    same_under("full", run, make)
 
 
 # --- with DeepSpeed -------------------------------------------------------------------------------------------------
 
 
-CASES = {
-    f"zero{stage}-{name}": Case(f"zero{stage}", steps=2, accumulate=2, **row)
-    for stage in (2, 3)
-    for name, row in {
-        "mixed, dropout": {"specs": (MIXED,), "dropout": 0.1},
-        "lora, full": {"model": "lora"},
-        "lora, selective": {"model": "lora", "specs": ({"policy": "selective"},)},
-    }.items()
-}
-BUDGETS = {
-    f"zero{stage}-budget": Case(
-        f"zero{stage}", steps=20, accumulate=2, specs=({"policy": "budget", "budget": "16GiB"},)
-    )
-    for stage in (2, 3)
-}
+ROWS = [(f"zero{stage}", name, row) for stage in (2, 3) for name, row in TABLE["cases"].items()]
+CASES = {f"{zero}-{name}": Case(zero, steps=2, accumulate=2, **row) for zero, name, row in ROWS}
+BUDGET = {"policy": "budget", "budget": "16GiB"}
+BUDGETS = {"zero2-budget": Case("zero2", steps=20, accumulate=2, specs=(BUDGET,))}
 """DeepSpeed counts with buckets of several GiB."""
-REFUSED = {"zero3-segments": Case("zero3", specs=({"policy": "full", "segments": 2},))}
 
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     # DeepSpeed compiles an extension at its first start; killing that leaves a lock that blocks all later starts.
     extra = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions"))}
-    return run_on_ranks(CASES | BUDGETS | REFUSED, tmp_path_factory.mktemp("zero"), extra=extra)
+    return run_on_ranks(CASES | BUDGETS, tmp_path_factory.mktemp("zero"), extra=extra)
 
 
 @pytest.mark.deepspeed
@@ -127,9 +114,3 @@ def test_zero_trains_under_a_budget(zero, name):
     forwards = 20 * 2
     for found in each_rank(zero, name):
         assert all(forwards < calls < 2 * forwards for calls in found["calls"].values())
-
-
-@pytest.mark.deepspeed
-def test_zero3_refuses_segments(zero):
-    for results in zero:
-        assert "Use `policy: full` without `segments`" in results["zero3-segments"]["error"]

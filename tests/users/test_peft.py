@@ -1,15 +1,15 @@
 """PEFT: adapters in any order, k-bit preparation, hooks on embeddings, and prefixes that come as a cache."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch
 from helpers.adapters import with_lora
+from helpers.custom import same_under
 from helpers.experts import experts
 from helpers.installed import ALL
 from helpers.snapshots import snapshot
-from helpers.steps import assert_near, assert_same, enable, input_gradient_hooks, recomputed, step
+from helpers.steps import assert_near, assert_same, enable, input_gradient_hooks, planned, recomputed, step
+from helpers.tables import table
 from peft import LoraConfig, PrefixTuningConfig, ShiraConfig, get_peft_model
 
 import hf_ckpt
@@ -51,8 +51,7 @@ def test_frozen_blocks_below_the_first_adapter_are_not_recomputed(order):
     if order == "transformers first":
         enable(model, {"use_reentrant": False})
     if order in ("enable first", "transformers first"):
-        hf_ckpt.install(model)
-        enable(model)
+        planned(model)
     wrapped = lora(model, hub=order == "inside", layers_to_transform=[2])
     hf_ckpt.install(wrapped)
     for _ in range(3):
@@ -74,14 +73,12 @@ def test_prefix_tuning(family):
     expected = step(model, tiny_batch(family))
     before = snapshot(model)
     for spec in ({"policy": "selective"}, {"policy": "selective", "save": ["attention"]}):
-        hf_ckpt.install(model, {**spec, "check_every": 1})
-        enable(model)
+        planned(model, {**spec, "check_every": 1})
         assert_same(expected, step(model, tiny_batch(family)), str(spec))
         assert len(set(recomputed(model))) == 4
         assert hf_ckpt.describe(model).watched.differences == ()
     for spec in ({"policy": "full"}, {"policy": "selective", "rules": [{"layers": "0", "policy": "full"}]}):
-        hf_ckpt.install(model, spec)
-        enable(model)
+        planned(model, spec)
         with pytest.raises(HfCkptError, match=r'a cache that is not empty.*Use "policy": "selective"'):
             step(model, tiny_batch(family))
     hf_ckpt.uninstall(model)
@@ -89,16 +86,8 @@ def test_prefix_tuning(family):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("GraloraConfig", {"r": 8, "gralora_k": 2}),
-        ("VBLoRAConfig", {"num_vectors": 8, "vector_length": 16}),
-        ("SupertuningConfig", {}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options"), table(__file__, "adapters.yaml"))
 def test_unusual_adapters_in_chunks(kind, options):
-    """Adapters that cannot reshape tensors without tokens, and adapters that choose among their own weights."""
     config = getattr(peft, kind)(target_modules=["q_proj", "up_proj", "lm_head"], task_type="CAUSAL_LM", **options)
     model = get_peft_model(tiny_model("llama"), config)
     for parameter in model.parameters():
@@ -106,8 +95,7 @@ def test_unusual_adapters_in_chunks(kind, options):
             torch.nn.init.normal_(parameter, std=0.05)
     expected, batch = step(model, tiny_batch("llama")), tiny_batch("llama")
     for tokens in (5, "auto"):
-        hf_ckpt.install(model, {"policy": "full", "head": tokens, "check_every": 1})
-        enable(model)
+        planned(model, {"policy": "full", "head": tokens, "check_every": 1})
         assert_near(expected, step(model, batch))
         described = hf_ckpt.describe(model)
         assert recomputed(model) == ALL
@@ -122,37 +110,33 @@ def test_adapters_that_save_sparse_tensors(spec, times):
     config = ShiraConfig(r=4, target_modules=["q_proj", "up_proj"], init_weights=False)
     model = get_peft_model(tiny_model("llama"), config)
     expected = step(model, tiny_batch("llama"))
-    hf_ckpt.install(model, spec)
-    enable(model)
+    planned(model, spec)
     assert_same(expected, step(model, tiny_batch("llama")))
     # The input of the first block needs no gradient, so that its norm has no graph to be rebuilt from.
     assert len(recomputed(model)) >= times * len(ALL) - (spec["policy"] == "selective")
 
 
 @pytest.mark.trap(79)
-@pytest.mark.parametrize("spec", ["full", {"segments": 2}, {"policy": "full+selective", "save": ["attention"]}])
+@pytest.mark.parametrize("spec", ["full", {"policy": "full+selective", "save": ["attention"]}])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama"])
 def test_lora_on_parameters(name, backwards, spec):
     """PEFT registers these parameters anew in each forward, in another order. Those of the LLaMA have one shape."""
     targets = ["q_proj.weight", "o_proj.weight"] if name == "llama" else ["experts.gate_up_proj", "experts.down_proj"]
-    found = []
-    for plan in (None, spec):
+    targets = targets[:: -1 if backwards else 1]
+
+    def make():
         torch.manual_seed(0)
         model = tiny_model("llama") if name == "llama" else experts(name)
-        config = LoraConfig(
-            r=4, target_modules=[], target_parameters=targets[:: -1 if backwards else 1], init_lora_weights=False
-        )
-        model = get_peft_model(model, config)
-        if plan is not None:
-            hf_ckpt.install(model, plan)
-            enable(model)
+        config = LoraConfig(r=4, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        return get_peft_model(model, config)
+
+    def run(model):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         steps = []
         for number in range(2):
             steps.append(step(model, tiny_batch("llama"), seed=number))
             optimizer.step()
-        found.append(steps)
-    for one, other in zip(*found, strict=True):
-        assert_same(one, other)
-    assert min(hf_ckpt.describe(model).recomputed.values()) >= 2
+        return steps
+
+    same_under(spec, run, make, times=2)

@@ -1,4 +1,4 @@
-"""Unmodified training scripts: TRL's own, one with the Trainer, and a loop with Accelerate."""
+"""Unmodified training scripts: TRL's own, and one with the Trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.clients import COMMON, GRPO, PLANS, STEPS, TASKS, logs_of
+from helpers.clients import COMMON, OF_TRAINER, PLANS, STEPS, TASKS, logs_of
 from helpers.processes import SCRIPTS
 from helpers.sparing import sparing
 from safetensors.torch import load_file
@@ -30,7 +30,7 @@ def asked_by(spec) -> list[str]:
 SCRIPTS_OF_TRL = {
     "sft": ["--use_peft", "--lora_r", "2", "--lora_target_modules", "all-linear"],
     "dpo": [],
-    "grpo": ["--reward_funcs", "letters.letters", *words_of(GRPO)],
+    "grpo": ["--reward_funcs", "letters.letters", *words_of(OF_TRAINER["grpo"])],
 }
 
 
@@ -99,21 +99,3 @@ def test_a_trainer_script_evaluates_saves_and_resumes(script, tmp_path):
         assert_same_weights(*(tmp_path / folder / "checkpoint-4" for folder in ("off", f"resumed-{name}")))
         assert logs_of(run)[:-1] == logs_of(reference)[:-1], name  # without the totals, which cover two steps here
         assert set(done.forwards.values()) == (set() if name == "none" else {2})
-
-
-def test_a_plain_loop_of_accelerate_accumulates(script, tmp_path):
-    """A loop with accumulation and dropout trains the same, although it never enables checkpointing."""
-    found = {}
-    for plan, spec in {"off": None, **PLANS}.items():
-        hooked = ["--spec", json.dumps(spec)] if spec else None
-        script(SCRIPTS / "accelerate_loop.py", tmp_path / plan, hooked=hooked)
-        found[plan] = json.loads((tmp_path / plan / "found.json").read_text())
-        assert found[plan]["losses"] == found["off"]["losses"]
-        assert_same_weights(tmp_path / "off", tmp_path / plan)
-    blocks = [f"model.layers.{block}" for block in range(4)]
-    forwards = len(found["off"]["losses"])
-    assert found["off"]["recomputed"] == {}
-    assert found["full"]["recomputed"] == dict.fromkeys(blocks, forwards)
-    assert [*found["selective"]["recomputed"]] == blocks
-    assert [*found["mixed"]["recomputed"]] == blocks[:2]
-    assert found["mixed"]["recomputed"][blocks[0]] == forwards < found["mixed"]["recomputed"][blocks[1]]

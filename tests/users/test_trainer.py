@@ -1,7 +1,5 @@
 """transformers' Trainer: its argument carries the spec, and its enable calls keep the plan."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,20 +1,18 @@
 """Unmodified trainers of TRL give the same logs, gradients and final weights."""
 
-from __future__ import annotations
-
 import importlib
 
 import datasets
 import pytest
 import transformers
-from helpers.clients import COMMON, GRPO, MIXED, PLANS, STEPS, TASKS, assert_trained_alike, trained
+from helpers.clients import COMMON, MIXED, OF_TRAINER, PLANS, STEPS, TASKS, assert_trained_alike, trained
 from helpers.failing import run_out
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, input_gradient_hooks
+from helpers.tables import table
 from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
-from hf_ckpt.errors import SpecError
 from hf_ckpt.models.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("quiet_and_alone")
@@ -38,7 +36,6 @@ def trl_run(base, tmp_path):
             auto, head = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
         on = spec is not None or installed is not None
         flags = {"gradient_checkpointing": on, "gradient_checkpointing_kwargs": spec}
-        own = {"grpo": GRPO, "rloo": {"num_generations": 2, "max_completion_length": 8}}.get(kind, {})
         adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
 
         def make(callback):
@@ -53,7 +50,7 @@ def trl_run(base, tmp_path):
             return type(trainer.__name__, (*mixins, trainer), {})(
                 model=model,
                 args=getattr(library, f"{name}Config")(
-                    output_dir=str(tmp_path), **{**COMMON, **flags, **own, **settings}
+                    output_dir=str(tmp_path), **{**COMMON, **flags, **OF_TRAINER.get(kind, {}), **settings}
                 ),
                 train_dataset=datasets.Dataset.from_dict(TASKS[kind]),
                 processing_class=transformers.AutoTokenizer.from_pretrained(base),
@@ -78,21 +75,8 @@ def test_trl_trains_the_same_under_every_plan(trl_run, kind, lora):
         assert input_gradient_hooks(run.model) == 0  # TRL asks PEFT models for one
 
 
-OPTIONS = {
-    "packing": ("sft", {"packing": True, "max_length": 64}),
-    "padding-free": ("sft", {"padding_free": True, "max_length": None}),
-    "label smoothing": ("sft", {"label_smoothing_factor": 0.1}),  # reads logits
-    "fp32, accumulation": ("sft", {"bf16": False, "gradient_accumulation_steps": 2}),
-    "precomputed reference": ("dpo", {"precompute_ref_log_probs": True, "lora": True}),
-    "adapters of the user": ("dpo", {"wrapped": True}),  # TRL adds another as the reference
-    "reference that follows": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
-    "old completions": ("grpo", {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "lora": True}),
-    "reward model": ("reward", {}),
-    "kto": ("kto", {}),
-    "rloo": ("rloo", {"lora": True}),
-    "distillation": ("distillation", {"max_completion_length": 8}),  # puts its loss in the place of the model's forward
-    "orpo": ("orpo", {}),
-}
+TRAININGS = table(__file__, "trl.yaml")
+OPTIONS = TRAININGS["same"]
 
 
 @sparing("options", OPTIONS, "packing", "label smoothing", "distillation")
@@ -106,11 +90,6 @@ def test_trl_enables_an_installed_spec_by_default(trl_run):
     """TRL enables an installed spec by default: its configs set `gradient_checkpointing=True`."""
     reference, run = trl_run("sft"), trl_run("sft", installed=MIXED)
     assert_trained_alike(reference, run, "mixed")
-
-
-def test_the_selective_switch_of_trl_is_refused_by_name(trl_run):
-    with pytest.raises(SpecError, match=r"`selective` is TRL's switch .* ask for `policy: selective`"):
-        trl_run("sft", {"selective": True})
 
 
 # --- the guard --------------------------------------------------------------------------------------------------------
@@ -128,11 +107,7 @@ class RunsOut:
         return super().compute_loss(model, *args, **kwargs)
 
 
-GENERATING = {
-    "grpo": {"num_iterations": 1, "steps_per_generation": 3},  # the fourth micro-step has new completions
-    "rloo": {"num_iterations": 2},
-    "distillation": {"max_completion_length": 8},
-}
+GENERATING = TRAININGS["generating"]
 
 
 @sparing("kind", GENERATING, "grpo")

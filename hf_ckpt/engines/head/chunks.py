@@ -7,7 +7,6 @@ computed twice (Hsu et al., 2024, https://arxiv.org/abs/2410.10989). Otherwise b
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -36,7 +35,8 @@ SAMPLED = 4096
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Copy values from all over a tensor, about `SAMPLED`, as bytes: NaN equals nothing."""
     flat = tensor.detach().reshape(-1)
-    step = len(flat) // SAMPLED | 1  # odd, for values of all columns
+    # Odd, for values of all columns: an even step and an even width would meet half of them at most.
+    step = len(flat) // SAMPLED | 1
     return flat[::step].clone().view(torch.uint8)
 
 
@@ -55,15 +55,18 @@ class HeadCall:
     """
 
     def __init__(self, module: nn.Module, run: RowOperation, hidden: torch.Tensor, tokens: int) -> None:
-        self.run, self.tokens = run, tokens
+        self.run = run
+        self.tokens = tokens
         self.when_read_whole: Callable[[str], None] = lambda function: None
         """Called with the name of a function that needs all logits."""
-        self.numbers = itertools.count()
-        self.bypassed: set[int] = set()
-        """Numbers of the logits whose own gradient would miss a part: a loss of them was computed in chunks."""
+        self.is_bypassed = False
+        """Whether the logits' own gradients would miss a part: a loss of them was computed in chunks, and sent its
+        gradients straight to the hidden states. `torch.autograd.grad(loss, logits)` then raises an error."""
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.hidden = Seen(hidden.detach())
-        self.state = ForwardState("head", module, Settings(module), whole=True, keeps_draws=False)
+        # It never runs the head by `ForwardState.run`: which buffers a head writes is not learned, so all are copied.
+        self.state = ForwardState("head", module, Settings(module), parameters_stay=True, keeps_draws=False)
+        # Quantised weights have no plain values to compare. They are frozen, so no optimizer changes them.
         self.samples = [(p, _sample(p)) for p in module.parameters() if type(p.data) is torch.Tensor]
         """Each parameter whose values can be read, and some of its values at the call."""
         self.linear: nn.Linear | None = None
@@ -98,9 +101,10 @@ class HeadCall:
             raise ChangedBlockError(self.state.name, "its input was overwritten")
         # Fused optimizers, and changes of `parameter.data` in place, leave the version where it was. A comparison waits
         # for the device, which is not possible while a CUDA graph is captured.
-        for parameter, values in () if compat.devices.is_capturing() else self.samples:
+        samples = [] if compat.devices.is_capturing() else self.samples
+        for parameter, values in samples:
             if not torch.equal(_sample(parameter), values):
-                torch.autograd.graph.increment_version(parameter)
+                torch.autograd.graph.increment_version(parameter)  # so that `ForwardState` refuses its use
         return self.state.recompute(function, args)  # type: ignore[no-any-return]
 
 
@@ -110,6 +114,11 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> Any:
     Casts of weights are cached only while gradients are recorded: others would have no gradient when used later.
     """
     return compat.devices.autocast_to(device_type, dtype, caches=torch.is_grad_enabled())
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which to add numbers of a type: sums of many 16-bit numbers lose small ones."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def differentiated(
@@ -128,49 +137,96 @@ def differentiated(
         the sum of all results, and the gradients of `hidden` and of the parameters of the call, with None for those
         without. Gradients of parameters are summed over chunks in at least float32.
     """
-    linear = call.linear
     of_hidden = torch.zeros_like(hidden) if wants_input else None
-    sums: dict[int, torch.Tensor] = {}  # by the number of the parameter
-    if linear is not None:
-        parameter, bias = linear.weight, linear.bias
-        weight = parameter.detach().to(call.autocast_dtype or parameter.dtype)
-        piece = max(1, PIECE // weight.shape[1])
-        if parameter.requires_grad:
-            sums[0] = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    gradients = _Gradients(call, work, gradient)
 
     def run_chunk(chunk: slice) -> torch.Tensor:  # a function, so that a chunk is freed before the next one
         rows = hidden[chunk].detach()
-        if linear is None:
-            rows.requires_grad_(wants_input)
-            with torch.enable_grad():
-                logits = call.logits(rows)
-            wanted = [*([rows] if wants_input else []), *call.parameters]
-        else:
-            logits = call.logits(rows, lambda rows: functional.linear(rows, weight, bias)).requires_grad_()
-            wanted = [logits]
-        with torch.enable_grad():
-            result = work(logits, chunk)
-        down = torch.ones_like(result) if gradient is None else gradient[chunk].to(result.dtype)
-        with autocast(call.device_type, None):  # as in the backward of a plain head
-            found: list[Any] = list(torch.autograd.grad(result, wanted, down, allow_unused=True))
-            if linear is not None:
-                of_logits = found[0]
-                found = [None if p is parameter else of_logits.sum(0) for p in call.parameters]
-                found = [of_logits @ weight, *found] if wants_input else found
-                for start in range(0, len(weight) if parameter.requires_grad else 0, piece):
-                    product = of_logits[:, start : start + piece].t() @ rows.to(weight.dtype)
-                    sums[0][start : start + piece] += product
-        if of_hidden is not None:
-            of_hidden[chunk] = found.pop(0)
-        for number, value in enumerate(found):
-            if value is not None and number in sums:
-                sums[number] += value
-            elif value is not None:  # a copy: autograd may return one tensor for two parameters, or an expanded one
-                sums[number] = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
-        return result.detach().sum(dtype=torch.promote_types(result.dtype, torch.float32))
+        of_rows = None if of_hidden is None else of_hidden[chunk]
+        run = gradients.by_autograd if call.linear is None else gradients.of_linear
+        result = run(chunk, rows, of_rows).detach()
+        return result.sum(dtype=at_least_float32(result.dtype))
 
     total = functools.reduce(torch.add, map(run_chunk, call.chunks(len(hidden))))
-    return total, [of_hidden, *(sums.get(number) for number in range(len(call.parameters)))]
+    return total, [of_hidden, *gradients.sums]
+
+
+class _Gradients:
+    """The gradients of a head's parameters, summed over the chunks that run.
+
+    Args:
+        call: the call of the head.
+        work: what is computed from the logits.
+        gradient: the gradient of the results, a row for each token; None for ones.
+    """
+
+    def __init__(self, call: HeadCall, work: Work, gradient: torch.Tensor | None) -> None:
+        self.call = call
+        self.work = work
+        self.gradient = gradient
+        self.sums: list[torch.Tensor | None] = [None] * len(call.parameters)
+        """For each parameter of the call, the sum over the chunks so far."""
+        if call.linear is not None:
+            weight = call.linear.weight.detach()
+            self.weight = weight.to(call.autocast_dtype or weight.dtype)  # cast once for all chunks
+
+    def by_autograd(self, chunk: slice, rows: torch.Tensor, of_rows: torch.Tensor | None) -> torch.Tensor:
+        """Run a chunk of any head, and return the results. The gradient of its `rows` is written to `of_rows`."""
+        wanted: list[torch.Tensor] = list(self.call.parameters)
+        if of_rows is not None:
+            wanted.append(rows.requires_grad_())
+        with torch.enable_grad():
+            result = self.work(self.call.logits(rows), chunk)
+        gradients = self._differentiate(result, chunk, wanted)
+        if of_rows is not None:
+            of_rows.copy_(gradients.pop())
+        for number, gradient in enumerate(gradients):
+            self._add(number, gradient)
+        return result
+
+    def of_linear(self, chunk: slice, rows: torch.Tensor, of_rows: torch.Tensor | None) -> torch.Tensor:
+        """As `by_autograd`, for a linear layer. Autograd would make a whole gradient of its weight for each chunk."""
+        linear = self.call.linear
+        assert linear is not None
+        logits = self.call.logits(rows, lambda rows: functional.linear(rows, self.weight, linear.bias))
+        logits.requires_grad_()  # a leaf: autograd goes no further, and saves nothing of the product
+        with torch.enable_grad():
+            result = self.work(logits, chunk)
+        (of_logits,) = self._differentiate(result, chunk, [logits])
+        with autocast(self.call.device_type, None):
+            if of_rows is not None:
+                of_rows.copy_(of_logits @ self.weight)
+            for number, parameter in enumerate(self.call.parameters):
+                if parameter is linear.weight:
+                    self._add_product(number, of_logits, rows.to(self.weight.dtype))
+                else:  # the bias
+                    self._add(number, of_logits.sum(0))
+        return result
+
+    def _differentiate(self, result: torch.Tensor, chunk: slice, wanted: list[torch.Tensor]) -> list[Any]:
+        """Return the gradients of a chunk's results for `wanted`; None for those that the results do not depend on."""
+        down = torch.ones_like(result) if self.gradient is None else self.gradient[chunk].to(result.dtype)
+        with autocast(self.call.device_type, None):  # as in the backward of a plain head
+            return list(torch.autograd.grad(result, wanted, down, allow_unused=True))
+
+    def _add(self, number: int, gradient: torch.Tensor | None) -> None:
+        total = self.sums[number]
+        if gradient is None:  # the chunk does not depend on the parameter, such as one of an adapter that is off
+            return
+        if total is not None:
+            total += gradient
+        else:  # a copy: autograd may return one tensor for two parameters, or an expanded one
+            self.sums[number] = gradient.to(at_least_float32(gradient.dtype), copy=True)
+
+    def _add_product(self, number: int, of_logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add the weight's gradient, [vocabulary, hidden size], some words at a time; see `PIECE`."""
+        total = self.sums[number]
+        if total is None:
+            total = torch.zeros_like(self.weight, dtype=at_least_float32(self.weight.dtype))
+            self.sums[number] = total
+        words = max(1, PIECE // self.weight.shape[1])
+        for start in range(0, len(self.weight), words):
+            total[start : start + words] += of_logits[:, start : start + words].t() @ rows
 
 
 class InChunks(torch.autograd.Function):
@@ -189,7 +245,11 @@ class InChunks(torch.autograd.Function):
     def forward(
         ctx: Any, call: HeadCall, work: Work, form: Form, hidden: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
-        ctx.call, ctx.work, ctx.form, ctx.gradients = call, work, form, None
+        ctx.call = call
+        ctx.work = work
+        ctx.form = form
+        ctx.gradients = None
+        # The parameters, too: autograd refuses a backward after they were changed in place, as with a plain head.
         ctx.save_for_backward(hidden, *parameters)
         if not isinstance(form, str):
             ctx.form = "rows"  # the stand-in itself would be a reference cycle
@@ -200,7 +260,7 @@ class InChunks(torch.autograd.Function):
             return total
         chunks = call.chunks(len(hidden))
         rows = call.again(lambda: torch.cat([work(call.logits(hidden[chunk]), chunk) for chunk in chunks]))
-        return rows.sum(dtype=torch.promote_types(rows.dtype, torch.float32)) if form == "sum" else rows
+        return rows.sum(dtype=at_least_float32(rows.dtype)) if form == "sum" else rows
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -210,13 +270,16 @@ class InChunks(torch.autograd.Function):
             raise DoubleBackwardError
         hidden, *parameters = ctx.saved_tensors
         flat = hidden.reshape(-1, hidden.shape[-1])
-        trailing = () if ctx.form == "sum" else gradient.shape[hidden.dim() - 1 :]
-        rows = (gradient.expand(len(flat)) if ctx.form == "sum" else gradient).reshape(len(flat), *trailing)
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:  # rows, float16, or a second backward
-            _, found = ctx.call.again(differentiated, ctx.call, ctx.work, flat, ctx.needs_input_grad[3], rows)
-        else:
-            found = [None if value is None else value.mul_(gradient) for value in found]
-        for number, (value, like) in enumerate(zip(found, [hidden, *parameters], strict=True)):
-            found[number] = None if value is None else value.to(like.dtype).view_as(like)
-        return None, None, None, *found
+        gradients = ctx.gradients
+        ctx.gradients = None  # scaled in place below, so a second backward computes them anew
+        if gradients is not None:
+            gradients = [None if each is None else each.mul_(gradient) for each in gradients]
+        else:  # rows, float16, or a second backward
+            if ctx.form == "sum":
+                rows = gradient.expand(len(flat))
+            else:
+                rows = gradient.reshape(len(flat), *gradient.shape[hidden.dim() - 1 :])
+            _, gradients = ctx.call.again(differentiated, ctx.call, ctx.work, flat, ctx.needs_input_grad[3], rows)
+        for number, (value, like) in enumerate(zip(gradients, [hidden, *parameters], strict=True)):
+            gradients[number] = None if value is None else value.to(like.dtype).view_as(like)
+        return None, None, None, *gradients

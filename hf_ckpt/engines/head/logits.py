@@ -9,7 +9,6 @@ Any other function gets the values of all tokens, which are computed once.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,19 +17,22 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.head.chunks import HeadCall, InChunks, RowOperation, Work, autocast
-from hf_ckpt.engines.seen import Seen, version_of
+from hf_ckpt.engines.head.chunks import HeadCall, InChunks, RowOperation, Work, at_least_float32, autocast
+from hf_ckpt.engines.seen import Seen
 from hf_ckpt.errors import ChangedBlockError, HfCkptError
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
 
-AUTO_PIECES, AUTO_LEAST = 8, 256
-AUTO_MOST_FROZEN, AUTO_MOST = 1024, 4096
-"""Chunks of `auto`, in tokens: an eighth of the batch, with a minimum that keeps a device busy and a maximum. Each
-chunk of a trained head reads and writes the whole gradient of its weight, so those chunks may be larger."""
+AUTO_PIECES = 8
+"""The number of chunks of `auto`."""
+AUTO_LEAST = 256
+"""The fewest tokens in such a chunk: fewer would not keep a device busy."""
+AUTO_MOST = 4096
+"""The most tokens in one. Each chunk of a trained head reads and writes the whole gradient of its weight."""
+AUTO_MOST_FROZEN = 1024
+"""The same for a frozen head, which has no such gradient."""
 Operations = tuple[RowOperation, ...]
-Shared = list[tuple[Callable[[], torch.Tensor | None], int]]
 _DESCRIBING = (
     *("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "is_leaf", "layout", "output_nr", "_version"),
     *("is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "itemsize", "nbytes", "size", "dim"),
@@ -46,13 +48,15 @@ HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward))
 
 
-def tokens_per_chunk(asked: int | str, tokens: int, head: nn.Module) -> int:
-    """Return the number of tokens in a chunk: `asked`, or for `auto` what suits this many `tokens` that need logits."""
-    if isinstance(asked, int):
-        return asked
+def tokens_per_chunk(chunk: int | str, tokens: int, head: nn.Module) -> int:
+    """Return the number of tokens in a chunk: `chunk`, or for `auto` what suits this many `tokens` that need logits."""
+    if isinstance(chunk, int):
+        return chunk
     trained = any(parameter.requires_grad for parameter in head.parameters())
+    most = AUTO_MOST if trained else AUTO_MOST_FROZEN
     piece = -(-tokens // AUTO_PIECES)
-    return max(AUTO_LEAST, min(-(-piece // 128) * 128, AUTO_MOST if trained else AUTO_MOST_FROZEN))
+    piece = -(-piece // 128) * 128  # whole tiles of 128 rows, as most matrix kernels have
+    return max(AUTO_LEAST, min(piece, most))
 
 
 def chunks_help(logits: torch.Tensor, head: nn.Module, tokens: int, chunk: int) -> bool:
@@ -91,23 +95,23 @@ def why_whole(head: nn.Module) -> str | None:
     return None
 
 
-def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, asked: int | str) -> torch.Tensor:
+def chunked(module: nn.Module, run: RowOperation, hidden: torch.Tensor, chunk: int | str) -> torch.Tensor:
     """Run a head in chunks: return `Logits`, or plain logits if chunks would not need less.
 
     Args:
         module: the head.
         run: its own forward.
         hidden: its input, [..., hidden size].
-        asked: tokens per chunk, or `auto`.
+        chunk: tokens per chunk, or `auto`.
     """
     all_tokens = hidden.shape[:-1].numel()
-    tokens = tokens_per_chunk(asked, all_tokens, module)
+    tokens = tokens_per_chunk(chunk, all_tokens, module)
     if all_tokens <= tokens:
         return run(hidden)
     call = HeadCall(module, run, hidden, tokens)
-    if asked == "auto" and not chunks_help(call.like, module, all_tokens, tokens):
+    if chunk == "auto" and not chunks_help(call.like, module, all_tokens, tokens):
         return run(hidden)
-    return Logits.make(call, hidden, (), call.like, [], graph=True)
+    return Logits.make(call, hidden, (), call.like, graph=True)
 
 
 class Logits(torch.Tensor):
@@ -124,30 +128,25 @@ class Logits(torch.Tensor):
     """The operations on each row after the head, in order."""
     like: torch.Tensor
     """Logits of no tokens, [0, vocabulary], with the type and device of these."""
-    shared: Shared
-    """Computed values of all logits that would share memory with these, with their in-place versions then."""
+    shared: list[Seen]
+    """Computed values of all logits that would share memory with these."""
     computed: torch.Tensor | None
     """All values, once something has needed them; else None."""
-    line: tuple[int, ...]
-    """Numbers of the logits that these were derived from, and their own as the last. Each call counts anew."""
 
     @classmethod
     def make(
-        cls,
-        call: HeadCall,
-        hidden: torch.Tensor,
-        operations: Operations,
-        like: torch.Tensor,
-        shared: Shared,
-        graph: bool,
-        line: tuple[int, ...] = (),
+        cls, call: HeadCall, hidden: torch.Tensor, operations: Operations, like: torch.Tensor, *, graph: bool
     ) -> Logits:
         """Make logits; with the place of plain logits in autograd's graph, if `graph`."""
         shape = (*hidden.shape[:-1], like.shape[-1])
+        # A tensor without memory: whatever reads its values comes to `__torch_function__` or `__torch_dispatch__`.
         logits: Logits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        logits.call, logits.hidden, logits.operations = call, hidden if graph else hidden.detach(), operations
-        logits.like, logits.shared, logits.computed = like, shared, None
-        logits.line = (*line, next(call.numbers))
+        logits.call = call
+        logits.hidden = hidden if graph else hidden.detach()
+        logits.operations = operations
+        logits.like = like
+        logits.shared = []
+        logits.computed = None
         work = logits.work(lambda values: values)
         # The function returns the same object, with a graph.
         return InChunks.apply(call, work, lambda: logits, hidden, *call.parameters) if graph else logits  # type: ignore
@@ -156,14 +155,18 @@ class Logits(torch.Tensor):
         return f"Logits(shape={tuple(self.shape)}, dtype={self.dtype}, computed={self.computed is not None})"
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that get gradients from these logits: hidden states and parameters of the head."""
+        """Return the tensors to which a loss in chunks sends its gradients: hidden states and parameters of the head.
+
+        The logits themselves get none then, so later questions for their gradient are refused.
+        """
         if self.grad_fn is None or not torch.is_grad_enabled():
             return (self.hidden.detach(),)
-        self.call.bypassed.update(self.line)
+        self.call.is_bypassed = True
         return (self.hidden, *self.call.parameters)
 
     def in_its_place(self) -> bool:
         """Whether gradients go straight to `hidden`, without another autograd function in between."""
+        # DDP puts a function around the outputs of a model. Such a one may have a gradient of its own.
         with compat.torch.without_torch_function():
             return self.grad_fn is None or self.grad_fn.name() == "InChunksBackward"
 
@@ -172,7 +175,8 @@ class Logits(torch.Tensor):
 
         It runs under the autocast of now, also in backward, and raises `ChangedBlockError` if `beside` has changed.
         """
-        device_type, operations = self.call.device_type, self.operations
+        device_type = self.call.device_type
+        operations = self.operations
         dtype = compat.devices.autocast_dtype(device_type)
         seen = None if beside is None else Seen(beside.detach())
 
@@ -188,14 +192,10 @@ class Logits(torch.Tensor):
         return work
 
     def check(self) -> None:
-        """Raise `HfCkptError` if something has changed so that the values would differ from those of plain logits."""
-        for reference, version in self.shared:
-            values = reference()
-            if values is not None and values is not self.computed and version_of(values) != version:
-                raise HfCkptError(
-                    "logits were changed in place after a part of them was taken, which the chunked head cannot "
-                    'follow. Use "head": "full", or change a copy.'
-                )
+        """Raise `HfCkptError` if values were changed in place, which logits that are not computed yet would not see."""
+        for values in self.shared:
+            if values.is_overwritten:
+                raise HfCkptError('logits were changed in place, which needs "head": "full".')
 
     def values(self) -> torch.Tensor:
         """Return all values, which the plain head computes at the first call; backward runs it in chunks.
@@ -204,25 +204,11 @@ class Logits(torch.Tensor):
         """
         self.check()
         if self.computed is None:
+            # With a graph even if asked under `no_grad`: the values are kept for later uses, which may need gradients.
             with torch.inference_mode(False), torch.enable_grad():
                 self.computed = _Values.apply(self).view(self.shape)  # type: ignore[no-untyped-call]
-            self.shared.append((weakref.ref(self.computed), version_of(self.computed)))
+            self.shared.append(Seen(self.computed.detach()))
         return self.computed
-
-    def hold_if_changed(self, result: Any) -> None:
-        """Hold the values if an operation has changed them in place, or its result is a view, which may be changed.
-
-        Other logits must see the change even if nobody else holds the values any more.
-        """
-        values = self.computed
-        if values is None:
-            return
-        storage = values.untyped_storage()._cdata
-        leaves = (leaf for leaf in compat.torch.tree_leaves(result) if type(leaf) is torch.Tensor)
-        is_view = any(leaf is not values and leaf.untyped_storage()._cdata == storage for leaf in leaves)
-        for place, (reference, version) in enumerate(self.shared):
-            if reference() is values and (is_view or version_of(values) != version):
-                self.shared[place] = lambda: values, version
 
     def bare_values(self) -> torch.Tensor:
         """Return all values without a graph. Raises `HfCkptError` as `values` does."""
@@ -236,19 +222,26 @@ class Logits(torch.Tensor):
 
     def derived(self, hidden: torch.Tensor, operation: RowOperation | None = None, *, graph: bool = True) -> Logits:
         """Make logits of other tokens (`hidden`), or with one more operation on each row; detached if not `graph`."""
-        operations, like, shared = self.operations, self.like, self.shared
-        if operation is not None:  # its result has memory of its own
+        operations = self.operations
+        like = self.like
+        if operation is not None:
+            operations = (*operations, operation)
             with torch.no_grad():
-                operations, like, shared = (*operations, operation), operation(like), []
+                like = operation(like)
         graph = graph and self.grad_fn is not None and torch.is_grad_enabled()
-        return Logits.make(self.call, hidden, operations, like, shared, graph, self.line)
+        logits = Logits.make(self.call, hidden, operations, like, graph=graph)
+        if operation is None:  # else the result has memory of its own
+            logits.shared = self.shared
+        return logits
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        # Before all else: gradients of logits are wrong once a loss has gone around them, also where values exist.
         if func in HOOKS or func in BACKWARDS:
             _refuse_bypassed(func, args[:1] if func in HOOKS else (args[1:], kwargs.get("inputs")))
+        # Once all values exist, chunks would compute them a second time.
         if isinstance(first, Logits) and first.computed is None:
             if func in DESCRIBING:
                 with compat.torch.without_torch_function():
@@ -288,7 +281,7 @@ def _refuse_bypassed(func: Any, targets: Any) -> None:
     Such a loss sends its gradients straight to the hidden states and the parameters.
     """
     leaves = (leaf for leaf in compat.torch.tree_leaves(targets) if isinstance(leaf, Logits))
-    if any(leaf.line[-1] in leaf.call.bypassed for leaf in leaves):
+    if any(leaf.call.is_bypassed for leaf in leaves):
         raise HfCkptError(
             f"`{torch.overrides.resolve_name(func) or func.__name__}` asked for the gradient of logits whose loss was "
             'computed in chunks before, so that it has none. Ask before the loss is computed, or use "head": "full".'
@@ -323,7 +316,7 @@ def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], tor
     args, kwargs = compat.torch.tree_map(computed, (args, kwargs))
     result = func(*args, **kwargs)
     for logits in all_logits:
-        logits.hold_if_changed(result)
+        logits.check()
     return result
 
 
@@ -342,12 +335,16 @@ def _viewed(func: Any, logits: Logits, *shape: Any, **more: Any) -> Any:
 
 
 def _indexed(func: Any, logits: Logits, index: Any) -> Any:
-    """Indexing that selects tokens, with the whole vocabulary of each."""
+    """Indexing that selects tokens, with the whole vocabulary of each: `x[mask]`, `x[..., :-1, :]`, but not `x[:, 1:,
+    5]`.
+
+    The last index may stand for the vocabulary only as `:`.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     plain = [part for part in parts if not isinstance(part, torch.Tensor)]
     if not all(type(part) in (int, slice, type(Ellipsis)) for part in plain):
         return NotImplemented
-    taken = len(parts) - plain.count(Ellipsis)
+    taken = len(parts) - plain.count(Ellipsis)  # dimensions; a mask takes as many as it has
     taken += sum(part.dim() - 1 for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool)
     reaches_last = taken >= logits.dim() or (Ellipsis in plain and parts[-1] is not Ellipsis)
     if reaches_last and not (type(parts[-1]) is slice and parts[-1] == slice(None)):
@@ -359,7 +356,7 @@ def _parts(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """`split`, `chunk` and `unbind` of tokens, as TRL does for entropies and, by iteration, for log-probabilities."""
     place = 0 if func.__name__ == "unbind" else 1
     dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-    if logits.dim() < 2 or dim in (-1, logits.dim() - 1):
+    if logits.dim() < 2 or dim in (-1, logits.dim() - 1):  # parts of the vocabulary
         return NotImplemented
     return tuple(map(logits.derived, func(logits.hidden, *args, **kwargs)))
 
@@ -384,25 +381,30 @@ def _product(func: Any, logits: Logits, other: Any, **more: Any) -> Any:
     """`mul`, also by a function of the same logits: an entropy is the sum of p log p."""
     if not isinstance(other, Logits):
         return _pointwise(func, logits, other, **more)
-    hidden = (logits.hidden, other.hidden)
-    mine, its = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) for x in hidden)
-    alike = other.call is logits.call and mine == its and other.requires_grad == logits.requires_grad
-    if more or not alike or other.computed is not None or not other.in_its_place():
+    # Only if both are of the same tokens of the same call: one pass over the chunks then computes both factors.
+    if more or other.call is not logits.call or other.requires_grad != logits.requires_grad:
+        return NotImplemented
+    if _memory_of(other.hidden) != _memory_of(logits.hidden) or other.computed is not None or not other.in_its_place():
         return NotImplemented
     other.check()
-    first, second = logits.operations, other.operations
-    lines = (*logits.line, *other.line)
-    plain = Logits.make(logits.call, logits.hidden, (), logits.call.like, [], graph=logits.requires_grad, line=lines)
+    first = logits.operations
+    second = other.operations
+    plain = Logits.make(logits.call, logits.hidden, (), logits.call.like, graph=logits.requires_grad)
     return plain.derived(plain.hidden, lambda values: func(_applied(first, values), _applied(second, values)))
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors have in common only if they are views of the same numbers."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """Casts to a floating type on the same device."""
-    like = func(logits.like, *args, **kwargs)
+    like = func(logits.like, *args, **kwargs)  # on no tokens, so that torch itself reads the arguments
     has_more = kwargs.keys() - {"dtype", "device", "non_blocking"}
     if has_more or like.device != logits.device or not like.dtype.is_floating_point:
         return NotImplemented
-    if like.dtype == logits.dtype:
+    if like.dtype == logits.dtype:  # as torch does: the same object
         return logits
     return logits.derived(logits.hidden, lambda values: values.to(like.dtype))
 
@@ -431,6 +433,7 @@ def _loss(
         return NotImplemented
     if logits.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(target) != len(logits):
         return NotImplemented
+    # The labels below are counted and selected, for which the host waits; a captured graph does not allow that.
     if reduction not in ("mean", "sum", "none") or compat.devices.is_capturing():
         return NotImplemented
 
@@ -440,7 +443,7 @@ def _loss(
 
     if reduction == "none":
         return _in_rows(logits, losses, target)
-    hidden, *parameters = logits.inputs()
+    hidden, *parameters = logits.inputs()  # only now, because it marks the logits as `bypassed`
     # Tokens without a label add nothing to the loss. Fake labels have no values: all tokens are the most there can be.
     if compat.torch.is_fake(target):
         places = torch.arange(len(target), device=target.device)
@@ -465,9 +468,11 @@ def _gathered(func: Any, logits: Logits, dim: int | None, index: torch.Tensor, *
 def _reduced(func: Any, logits: Logits, dim: Any = None, *more: Any, **options: Any) -> Any:
     """`sum`, `mean`, `logsumexp` and `argmax` over the vocabulary, and the sum or mean of all values."""
     if dim is None and not more and not options and func.__name__ in ("sum", "mean"):
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        wide = at_least_float32(logits.dtype)
         total = _in_rows(logits, lambda values: values.sum(-1, dtype=wide)).sum()
-        return (total / logits.numel() if func.__name__ == "mean" else total).to(func(logits.like).dtype)
+        if func.__name__ == "mean":
+            total = total / logits.numel()
+        return total.to(func(logits.like).dtype)
     if more or dim not in (-1, logits.dim() - 1, (-1,), [-1]) or options.keys() - {"keepdim", "dtype"}:
         return NotImplemented
     return _in_rows(logits, lambda values: func(values, -1, **options))

@@ -7,6 +7,7 @@ tensor without memory in place of each dropped one, of the same shape and type, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import Tape
-from hf_ckpt.engines.rebuild.values import Inside, Kept, Value, unpack
+from hf_ckpt.engines.rebuild.values import Inside, Value, unpack
 from hf_ckpt.engines.region import Region, Request
+from hf_ckpt.engines.seen import Kept
 
 _VALUE = "hf_ckpt_value"
 """Attribute of a tensor without memory: the value in whose place torch's checkpoint holds it."""
@@ -32,8 +34,6 @@ class FullSelectiveRegion(FullRegion):
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
-    transforms = frozenset()
-
     def __init__(self, block: str, *, save: tuple[str, ...], **options: Any) -> None:
         super().__init__(block, **options)
         self.rebuilding = RebuildRegion(block, save=save)
@@ -43,6 +43,7 @@ class FullSelectiveRegion(FullRegion):
         return Rebuilding(fn, self.rebuilding)
 
 
+@dataclasses.dataclass(eq=False)
 class Rebuilding:
     """A block's forward inside of torch's checkpoint: its first call runs as it is, later ones under `selective`.
 
@@ -52,20 +53,22 @@ class Rebuilding:
         as_selective: whether what a node needs is held until it has run, as autograd holds it without a checkpoint.
     """
 
-    def __init__(self, fn: Callable[..., Any], region: RebuildRegion, *, as_selective: bool = False) -> None:
-        self.fn, self.region = fn, region
-        self.ran = False
-        self.as_selective = as_selective
-        self.node: Any = None
-        """The node of autograd that runs."""
-        self.held: list[Value] = []
-        """What its saved tensors are rebuilt from."""
+    fn: Callable[..., Any]
+    region: RebuildRegion
+    as_selective: bool = False
+    ran: bool = False
+    node: Any = None
+    """The node of autograd that runs."""
+    held: list[Value] = dataclasses.field(default_factory=list)
+    """What its saved tensors are rebuilt from."""
 
     def __call__(self, *args: Any) -> Any:
         hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
         if hooks is None:  # not inside of torch's checkpoint
             return self.fn(*args)
         checkpoint_pack, checkpoint_unpack = hooks
+        # torch's checkpoint matches the tensors that the forward saves with those of the recomputation, by their order.
+        # So the forward runs under its hooks, and `load` gets, for each of them, what the recomputation has packed.
         if not self.ran:
             self.ran = True
 
@@ -87,6 +90,7 @@ class Rebuilding:
             def pack(tensor: torch.Tensor) -> Value | Inside:
                 value = tape.pack(tensor)
                 if type(value) is not Kept:
+                    # An expanded number: no memory, but the shape and type that torch's checkpoint compares.
                     tensor = tensor.new_empty(()).expand(tensor.shape)
                     vars(tensor)[_VALUE] = value
                 checkpoint_pack(tensor)
@@ -98,6 +102,10 @@ class Rebuilding:
         return self.region.run(self.fn, args, hooks=rebuilding)
 
     def _hold(self, value: Value) -> None:
+        """Hold a value until the node of autograd that needs it has run, as the graph does without a checkpoint.
+
+        torch's checkpoint lets go of each tensor as it returns it, so a trial would show less than `selective` needs.
+        """
         node = compat.torch.running_node()
         if node is not self.node:
             self.node = node

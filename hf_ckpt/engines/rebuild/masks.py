@@ -1,7 +1,7 @@
-"""Masks of dropout as bits: 1/8 byte for each element, instead of the one, two or four bytes that autograd keeps.
+"""Masks of dropout as bits: 1/8 byte for each element, instead of the byte that autograd keeps.
 
-On CUDA, dropout saves booleans. On the CPU it saves the noise that it multiplies by, in the type of its input: every
-element is 0 or one other number. The tape recognises masks by the operation that saves them.
+On accelerators, dropout saves booleans. The tape recognises them by the operation that saves them. On a CPU, dropout
+multiplies by noise in the type of its input, which is kept as it is.
 """
 
 from __future__ import annotations
@@ -28,36 +28,23 @@ def can_pack(mask: torch.Tensor) -> bool:
     return mask.dim() > 0 and 0 < mask.nbytes == mask.untyped_storage().nbytes()
 
 
-def holds(mask: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the first elements of a mask of numbers are 0 or `scale`. Other noise has no two equal numbers."""
-    first = mask.as_strided((min(mask.numel(), 1024),), (1,))
-    return compat.torch.is_fake(mask) or bool(first.eq(0).logical_or_(first.eq(scale)).all())
-
-
-def pack(mask: torch.Tensor) -> torch.Tensor:
-    """Return one bit for each element of a mask, set if it is not 0: uint8 [elements / 8, rounded up].
+def to_bits(mask: torch.Tensor) -> torch.Tensor:
+    """Return one bit for each element of a mask of booleans: uint8 [elements / 8, rounded up].
 
     The bits are in the order of the elements in memory.
     """
-    flat = mask.as_strided((mask.numel(),), (1,))
-    truth = flat.to(torch.bool)  # on a CPU, an eighth of the time of `!= 0` for numbers
+    truth = mask.as_strided((mask.numel(),), (1,))
+    # Eight elements at a time are one 64-bit number, so the last ones are filled up.
     if len(truth) % 8:
         truth = functional.pad(truth.view(torch.uint8), (0, -len(truth) % 8))
-    words = truth.view(torch.int64)
-    words = words * _GATHER if truth is flat else words.mul_(_GATHER)  # never change the mask itself
-    return words.view(torch.uint8)[_HIGHEST::8].contiguous()
+    words = truth.view(torch.int64) * _GATHER
+    return words.view(torch.uint8)[_HIGHEST::8].contiguous()  # a view would hold all eight bytes
 
 
-def unpack(
-    bits: torch.Tensor, *, size: torch.Size, stride: tuple[int, ...], scale: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the mask that was packed as `bits`, with this size and these strides, and `scale` where a bit is set.
-
-    Without a scale, return booleans.
-    """
+def from_bits(bits: torch.Tensor, *, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the mask that was packed as `bits`, with this size and these strides."""
     rows = bits.new_empty((256, 8), dtype=torch.bool) if compat.torch.is_fake(bits) else _rows(bits.device)
-    if scale is not None:
-        rows = torch.where(rows, scale, 0)
+    # One table of 256 rows, in place of shifts of every byte: a single pass, and no temporary of the mask's size.
     return rows.index_select(0, bits.int()).as_strided(size, stride)
 
 

@@ -12,22 +12,22 @@ harmless or an error that names the block; other changes, such as through `.data
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.full import CALLS_A_TRANSFORM, FullRegion
-from hf_ckpt.engines.offload import Mover
+from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.errors import TransformError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.models.blocks import FoundBlocks, cheap_modules
+from hf_ckpt.models.blocks import FoundBlocks
+from hf_ckpt.models.parts import cheap_modules
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,12 @@ class RebuildRegion(Region):
 
     runs_block_again = False
     takes_caches = compat.transformers.BLOCKS_TAKE_CACHES
-    transforms = frozenset()
 
     def __init__(
         self, block: str, *, save: tuple[str, ...], compiled: FullRegion | None = None, mover: Mover | None = None
     ) -> None:
         self.block = block
         self.mover = mover
-        self.moved_bytes = 0
         self.compiled = compiled
         self.save = save
         self.work = Work(block)
@@ -61,26 +59,13 @@ class RebuildRegion(Region):
         """Results that earlier forwards could not rebuild: (place among the block's nodes, number, name of the node).
         The graph behind them is not walked again, which is slow. At worst a tensor is kept for nothing. Forgotten when
         a forward saves another number of tensors."""
-        self.saved_tensors = self.dropped_tensors = 0
-        """Number of tensors that autograd saved in the last forward, and number of those that are rebuilt."""
-        self.forwards = 0
-        self.reaches_back = False
-        """Whether the block may rebuild its own input, if the block before it computed it by a norm. It may not if
-        parameters are sharded: the parameters of other blocks are gone in the backward of this block."""
-
-    def told_of_parameters(self, stay: bool, owner: str) -> None:
-        """Allow the block to rebuild its input from what the block before keeps, if parameters stay in place."""
-        self.reaches_back = stay
+        self.saved_tensors = 0
+        """Number of tensors that autograd saved in the last forward."""
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
         """How many times operations and modules were run again in backward."""
         return self.work.rebuilt
-
-    @property
-    def in_graph(self) -> bool:  # type: ignore[override]
-        """Whether the block ran in a graph of torch.compile, where nothing can be counted."""
-        return self.compiled is not None and self.compiled.in_graph
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and drop the cheap results that autograd saves.
@@ -92,20 +77,26 @@ class RebuildRegion(Region):
             return fn(*args)
         if compat.torch.is_compiling():
             assert self.compiled is not None, "only `full+selective` has none, and runs no forward here while compiling"
+            self.in_graph = True
             return self.compiled(fn, *args)
         fn, args = compat.transformers.block_call(fn, args)
         self.forwards += 1
-        self.moved_bytes = self.dropped_tensors = 0
+        self.moved_bytes = 0
+        self.dropped_tensors = 0
         outer = compat.torch.top_saved_tensor_hooks()
+        # torch's checkpoint lets each tensor be unpacked once. Here, one kept tensor serves several operations.
         if outer is not None and compat.torch.are_of_a_checkpoint(outer):
             warn_once(log, "hf_ckpt: `selective` drops nothing in blocks that another checkpoint runs again.")
             return fn(*args)
         store = None if outer is None else _without_graphs(outer)
-        if self.mover is None or not args:
+        group = None
+        if self.mover is not None and args:
+            group = self.mover.group(self.block, args[0])
+        if group is None:
             return self.run(fn, args, store=store)
-        with self.mover.moving(self.block, args[0]) as group:
-            output = self.run(fn, args, store=store if group is None else (group.pack, group.unpack))
-        self.moved_bytes = 0 if group is None else group.moved_bytes
+        output = self.run(fn, args, store=(group.pack, group.unpack))
+        group.leave_device()
+        self.moved_bytes = group.moved_bytes
         return output
 
     def run(
@@ -126,8 +117,10 @@ class RebuildRegion(Region):
 
         Raises `TransformError` if the forward calls a function of torch.func that allows no hooks.
         """
-        tape, output = Tape(self, args, store), None
-        outer, running.tape = running.tape, tape
+        tape = Tape(self, args, store)
+        output = None
+        outer = running.tape
+        running.tape = tape
         try:
             with torch.autograd.graph.saved_tensors_hooks(*hooks(tape)):
                 output = fn(*args)
@@ -137,11 +130,13 @@ class RebuildRegion(Region):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
         finally:
-            running.tape = outer
+            running.tape = outer  # of a block around this one: models may nest their blocks
             tape.close(output)
-            if tape.saved != self.saved_tensors != 0:  # another forward than the one before
+            # Another forward than the one before, for example in eval mode: places among the nodes are others, too.
+            if tape.saved != self.saved_tensors != 0:
                 self.hopeless.clear()
-            self.saved_tensors, self.dropped_tensors = tape.saved, tape.dropped
+            self.saved_tensors = tape.saved
+            self.dropped_tensors = tape.dropped
             if tape.saved and not tape.dropped:
                 warn_once(
                     log,
@@ -152,6 +147,7 @@ class RebuildRegion(Region):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
+        # The rows hold functions inside of functions, which cannot be pickled. They follow from `save`.
         return {name: value for name, value in vars(self).items() if name != "rows"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,8 +162,9 @@ def _without_graphs(hooks: compat.torch.SavedTensorHooks) -> compat.torch.SavedT
     outer_pack, outer_unpack = hooks
 
     def pack_kept(tensor: torch.Tensor) -> Any:
+        # A leaf keeps its identity, by which hooks tell a parameter from an activation (TRL's do not offload it).
         base = tensor if tensor._base is None else tensor._base
-        return outer_pack(tensor if base.is_leaf else tensor.detach())  # hooks may know parameters by their views
+        return outer_pack(tensor if base.is_leaf else tensor.detach())
 
     def fetch(packed: Any) -> torch.Tensor:
         return compat.devices.used_here(outer_unpack(packed))
@@ -185,10 +182,11 @@ def make(request: Request) -> Region:
     )
 
 
-def hooks(regions: Collection[Region], found: FoundBlocks, owners: Sequence[nn.Module]) -> Iterator[Hook]:
+def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
     """Yield the hooks on small modules that run again as a whole."""
-    found_regions = (getattr(region, "rebuilding", region) for region in regions)
-    rebuilding = [region for region in found_regions if isinstance(region, RebuildRegion)]
-    for module in cheap_modules(found, list(dict.fromkeys(region.block for region in rebuilding))):
+    # `full+selective` and `full+tiles` have a region of `selective` inside.
+    inner = (getattr(region, "rebuilding", region) for region in regions)
+    rebuilding = [region for region in inner if isinstance(region, RebuildRegion)]
+    for module in cheap_modules(blocks, list(dict.fromkeys(region.block for region in rebuilding))):
         yield Hook(module, enter_module, "before", with_kwargs=True)
         yield Hook(module, leave_module, "after")

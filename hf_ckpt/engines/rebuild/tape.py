@@ -1,7 +1,10 @@
 """The tape of one forward of a block: how to recompute the tensor of each edge of autograd's graph.
 
-An edge is an autograd node and the number of one of its outputs. The tape finds a value for each tensor that autograd
-saves. It ends with the forward.
+An edge is an autograd node and the number of one of its outputs. Autograd calls `Tape.pack` with each tensor that it
+saves, and `value_of` finds a value for it: from the edge of the tensor, the tape walks back through the graph, along
+operations that `ops.OPS` can run again, until it meets values that are kept. The tape ends with the forward.
+
+    hidden (kept) --> linear (kept) --> silu (rebuilt from the linear) --> product (rebuilt from both)
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,12 +21,25 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.rebuild.ops import ATTENTION, LINEAR, VIEW, Op
-from hf_ckpt.engines.rebuild.values import Inside, Kept, Rebuilt, Replay, Stored, Value, View, Work, read
-from hf_ckpt.engines.seen import Seen, version_of
+from hf_ckpt.engines.rebuild.values import Inside, Layout, Rebuilt, Replay, Stored, Value, View, Work, read
+from hf_ckpt.engines.seen import Kept, Seen, version_of
 
 _next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
 _Edge = tuple[Any, int]
 """An autograd node, and the number of one of its outputs."""
+_Name = tuple[int, int]
+"""Id of a tensor, and its in-place version: while the tape holds the tensor, no other one has the same."""
+
+
+class Rebuilds(Protocol):
+    """What a tape needs of the function of its block: see `RebuildRegion`, which keeps it between forwards."""
+
+    block: str
+    work: Work
+    rows: dict[str, Op]
+    save: tuple[str, ...]
+    hopeless: set[tuple[int, int, str]]
+    parameters_stay: bool
 
 
 class _NormOutput(NamedTuple):
@@ -57,7 +73,8 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     # runs, so operations of such a module are rebuilt one by one.
     alone = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
     if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
-        tape.replay = Replay(tape.work, module, tape.value_of(args[0]), args[0], tape.region.reaches_back)
+        source = tape.value_of(args[0])
+        tape.replay = Replay(tape.work, module, source, args[0], stay=tape.region.parameters_stay)
 
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -65,7 +82,8 @@ def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     tape = None if compat.torch.is_compiling() else running.tape
     if tape is None or tape.replay is None or module is not tape.replay.module:
         return
-    replay, tape.replay = tape.replay, None
+    replay = tape.replay
+    tape.replay = None
     # If it saved nothing, other hooks packed what it saved, and it would save more when it is run again.
     if isinstance(output, torch.Tensor) and output.grad_fn is not None and replay.saved:
         tape.values[output.grad_fn, output.output_nr] = Rebuilt(tape.work, replay, [])
@@ -80,21 +98,22 @@ class Tape:
         store: hooks that store kept tensors elsewhere, such as in host memory; None to keep them as they are.
     """
 
-    def __init__(self, region: Any, args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> None:
+    def __init__(self, region: Rebuilds, args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> None:
         self.region = region
-        self.work: Work = region.work
-        self.rows: dict[str, Op] = region.rows
-        self.hopeless: set[tuple[int, int, str]] = region.hopeless
+        self.work = region.work
+        self.rows = region.rows
+        self.hopeless = region.hopeless
         self.needs_biases = LINEAR not in region.save
         """Whether linear layers are rebuilt."""
         self.biases: dict[int, torch.Tensor] = {}
         """Autograd's sequence number, as in `packed_at` -> bias of the linear layer that ran then. Autograd holds no
         frozen bias."""
-        self.stored: dict[tuple[int, int], Stored] = {}
-        """Id and version of a kept tensor -> its value, if hooks store it elsewhere."""
+        self.stored: dict[_Name, Stored] = {}
+        """The values of kept tensors that hooks store elsewhere."""
         self.kept: Callable[[torch.Tensor], Kept | Stored] = functools.partial(Kept, block=region.block)
         """Returns the value of a tensor that is kept."""
         if store is not None:
+            # One `Stored` for all nodes that save the tensor, so that a user's hooks get it once. A `Kept` is cheap.
             make = functools.partial(Stored, hooks=store, block=region.block)
             self.kept = functools.partial(_once, self.stored, make)
         self.first = _next_sequence_number()
@@ -111,16 +130,22 @@ class Tape:
         """Autograd's sequence numbers at the times when this tape packed a tensor. They identify the tensor's node."""
         self.softmax: torch.Size | None = None
         """Shape of the last packed tensor, if it is the softmax inside torch's attention."""
-        self.saved = self.dropped = 0
-        """Number of tensors that autograd saved, and number of those that can be rebuilt."""
-        norm_output, running.norm_output = running.norm_output, None
+        self.saved = 0
+        """Number of tensors that autograd saved."""
+        self.dropped = 0
+        """Number of those that can be rebuilt."""
+        norm_output = running.norm_output
+        running.norm_output = None
         for arg in args:
             if not isinstance(arg, torch.Tensor) or arg.grad_fn is None:
                 continue
             edge = arg.grad_fn, arg.output_nr
-            replay = norm_output.replay() if norm_output is not None and norm_output.output() is arg else None
-            # A hook may have changed it since the norm computed it.
-            if region.reaches_back and replay is not None and not arg._version:
+            is_of_norm = norm_output is not None and norm_output.output() is arg
+            replay = norm_output.replay() if norm_output is not None and is_of_norm else None
+            # BERT's blocks end with a norm, whose input the block before keeps. So its output, the input of this block,
+            # need not be kept, too. Unless a hook has changed it since, or parameters are sharded: the backward of this
+            # block finds none of the norm.
+            if region.parameters_stay and replay is not None and not arg._version:
                 self.values[edge] = Rebuilt(self.work, replay, [])
             else:
                 self.inputs[edge] = Seen(arg)
@@ -136,6 +161,8 @@ class Tape:
             rebuilt = self.values.get((output.grad_fn, output.output_nr))
             if type(rebuilt) is Rebuilt and type(rebuilt.operation) is Replay:
                 replay = rebuilt.operation
+                # Its backward comes first. A chain of operations would fill the caches of this block's values, until
+                # the backward of this block has used them, too.
                 if type(replay.source.root) is not Rebuilt:
                     running.norm_output = _NormOutput(weakref.ref(output), weakref.ref(replay))
         for stored in self.stored.values():
@@ -148,14 +175,16 @@ class Tape:
     def pack(self, tensor: torch.Tensor) -> Value | Inside:
         """Saved-tensor hook: return what autograd holds in place of `tensor`."""
         self.saved += 1
-        if self.replay is not None:
+        if self.replay is not None:  # a small module runs, and will run again as a whole
             self.dropped += 1
             return Inside(self.replay)
+        # Autograd has just made the node that saves this tensor. Its number is the one before this, see `may_read`.
         number = _next_sequence_number()
         self.packed_at.add(number)
-        leaf = tensor if type(tensor) is nn.Parameter else tensor._base
-        if type(leaf) is nn.Parameter and leaf.is_leaf:
-            bias = compat.frames.bias_of_linear() if self.needs_biases and leaf.dim() == 2 else None
+        # A parameter, or a view of one, such as the transposed weight of a linear layer.
+        weight = tensor if type(tensor) is nn.Parameter else tensor._base
+        if type(weight) is nn.Parameter and weight.is_leaf:
+            bias = compat.frames.bias_of_linear() if self.needs_biases and weight.dim() == 2 else None
             if bias is not None:
                 self.biases[number] = bias
             value: Value = self.kept(tensor)
@@ -163,59 +192,77 @@ class Tape:
             return Kept(tensor, self.work.block)
         else:
             value = self.value_of(tensor)
+            # torch's own attention saves its softmax, and right after that the mask of its dropout, of the same shape.
             self.softmax = tensor.shape if type(tensor.grad_fn).__name__ == "SafeSoftmaxBackward0" else None
         if type(value) is Kept:
             return value
-        root = value.root if isinstance(value, View) else value
-        root.expect()
+        root = value.root
+        if root is not None:
+            root.add_use()
         if type(root) is Rebuilt:
             self.dropped += 1
             if value is root:
-                root.layout = tensor.size(), tensor.stride(), tensor.dtype
+                root.layout = Layout(tensor.size(), tensor.stride(), tensor.dtype)
         return value
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor: a known one, an operation that rebuilds it, or else the kept tensor itself."""
-        node, base = tensor.grad_fn, tensor._base
+        """Return the value of a tensor. The first of these ways that applies:
+
+        1. Without a graph, it is a mask, whose bits are kept, or it is kept.
+        2. Changed in place, it is kept: the graph may not show the change, so nothing could rebuild it.
+        3. A view of a tensor with a value is a view of that value.
+        4. Operations rebuild it.
+        5. If it, or what it is a view of, was cast up from 16 bits, these are kept.
+        6. It is kept.
+        """
+        node = tensor.grad_fn
         if node is None:
             return self._mask(tensor) or self.kept(tensor)
         edge = node, tensor.output_nr
+        base = tensor._base
         version = tensor._version
-        if version:  # changed in place: the graph may not show all changes
-            known = self.values.get(edge)
-            if isinstance(known, (Kept, Stored)) and known.version == version:
-                return known
+        if version:
+            earlier = self.values.get(edge)
+            if isinstance(earlier, (Kept, Stored)) and earlier.version == version:
+                return earlier
             return self._keep(edge, tensor)
         value = self._view_of(base, tensor) if base is not None else None
         if value is not None:
             return value
         value = self.resolve(edge) or self._small(edge, tensor)
         if value is None and base is not None and base.grad_fn is not None:
-            # A view of a float32 tensor that can be kept as 16 bits, such as an adapter's input.
+            # An adapter's input, for example: a view, in float32, of hidden states in 16 bits.
             small = self._small((base.grad_fn, base.output_nr), base)
             value = self.values[edge] = None if small is None else self._view_of(base, tensor)
         if value is None:
             return self._keep(edge, tensor)
-        if type(value) is View and type(value.root) is Kept:  # a view of a kept tensor needs no operation
+        # A view of a kept tensor shares its memory, so it needs no operation, and no count of its uses.
+        if type(value) is View and value.root is None:
             value = self.values[edge] = self.kept(tensor)
         return value
 
     def _view_of(self, base: torch.Tensor, tensor: torch.Tensor) -> Value | None:
         """Return the value of a view whose `base` already has a value, without walking the graph; else None."""
         node = base.grad_fn
-        value = self.values.get((node, base.output_nr)) if node is not None else None
+        if node is None:
+            return None
+        value = self.values.get((node, base.output_nr))
         if type(value) is Kept:
             return self.kept(tensor)
         if type(value) is not Rebuilt or not base.is_contiguous():
             return None
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
             return None
-        value.layout = value.layout or (base.size(), base.stride(), base.dtype)
-        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset() - base.storage_offset()
+        # The view is taken by strides, so the rebuilt base must have those of the forward.
+        value.layout = value.layout or Layout(base.size(), base.stride(), base.dtype)
+        size = tensor.size()
+        stride = tensor.stride()
+        offset = tensor.storage_offset() - base.storage_offset()
         return View(value, lambda x: x.as_strided(size, stride, x.storage_offset() + offset))
 
     def resolve(self, edge: _Edge) -> Value | None:
-        """Return the value of an edge: a known one, or an operation that rebuilds it; None if neither exists."""
+        """Return the value of an edge: the one in `values`, or an operation that rebuilds it; None if neither
+        exists."""
         values = self.values
         if edge in values:
             return values[edge]
@@ -227,15 +274,17 @@ class Tape:
         row = self.rows.get(name)
         value: Value | None = None
         if row is not None:
+            # Counted from the block's first node, which makes it the same place in each forward of the block.
             place = node._sequence_nr() - self.first, number, name
             if place not in self.hopeless:
-                # Nothing from before this block is run again.
-                if node._sequence_nr() >= self.first and (not row.reads or self.may_read(node)):
+                # Nothing from before this block is run again: each block would do so by itself for what they share,
+                # such as rotary embeddings.
+                if node._sequence_nr() >= self.first and (not row.reads_tensors or self.may_read(node)):
                     value = self._make(row, node, number)
                 if value is None:
                     self.hopeless.add(place)
         elif name == "torch::autograd::AccumulateGrad":
-            value = Kept(node.variable, self.work.block, address=self.region.reaches_back)
+            value = Kept(node.variable, self.work.block, address=self.region.parameters_stay)
         if value is None and edge in self.offered:
             value = self._take_offer(edge)
         values[edge] = value
@@ -251,38 +300,42 @@ class Tape:
 
     def _make(self, row: Op, node: Any, number: int) -> Value | None:
         """Return the value that rebuilds output `number` of a node by its row; None if an operand is unknown."""
-        values, operands = self.values, []
-        sources = node.next_functions
-        for place, source in enumerate(sources if row.operands is None else sources[: row.operands]):
+        values = self.values
+        operands = []
+        # `[:None]` are all of them.
+        for place, source in enumerate(node.next_functions[: row.inputs]):
+            operand: Value | None = None
             if source in values:
                 operand = values[source]
             elif source[0] is not None:
                 operand = self.resolve(source)
             elif row.has_bias and not place:
                 operand = self._frozen_bias(node)
-            else:  # needs no gradient: only what the node has saved can be known
-                operand = self._saved_operand(node, row.constants[place]) if place < len(row.constants) else None
+            elif place < len(row.saved_as):  # it needs no gradient, so the graph has no edge to it
+                operand = self._saved_operand(node, row.saved_as[place])
             if operand is None:
                 return None
             operands.append(operand)
-        for name in row.saved:
+        for name in row.extra:
             operand = self._saved_operand(node, name)
             if operand is None:
                 return None
             operands.append(operand)
         metadata = node._input_metadata[number]
+        # Constants are read now, because a value must not hold the node: it may be saved by that very node.
         operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
         if operation is None:
             return None
         if row.op_class == VIEW:
-            return View(operands[0], operation)
+            return View(operands[0], operation)  # takes no memory, so it is not cached
         if row.op_class in (LINEAR, ATTENTION):  # switches of the process choose their kernels
-            operation = functools.partial(compat.switches.Switches().run, operation)
+            operation = functools.partial(compat.process_state.Switches().run, operation)
         return Rebuilt(self.work, operation, operands)
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if there is none."""
-        # Saved-tensor hooks do not get plain numbers.
+        # A number, such as the 3.3 of `x / 3.3`, is saved as a tensor that hooks do not get. So it may be read even
+        # where other hooks packed the tensors of the node.
         readable = self.may_read(node) or not compat.torch.is_held_by_hooks(node, name)
         operand = read(node, name) if readable else None
         if isinstance(operand, (Rebuilt, View, Stored)):
@@ -292,11 +345,11 @@ class Tape:
     def _frozen_bias(self, node: Any) -> Value | None:
         """Return the value of the bias of the linear layer that made a node; None if unknown."""
         bias = self.biases.get(node._sequence_nr() + 1)
-        return None if bias is None else Kept(bias, self.work.block, address=self.region.reaches_back)
+        return None if bias is None else Kept(bias, self.work.block, address=self.region.parameters_stay)
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
         """If a float32 tensor was cast up from 16 bits, keep those bits: exact, and half the size. Else return None."""
-        node, _ = edge
+        node = edge[0]
         if tensor.dtype != torch.float32 or node.name() != "ToCopyBackward0" or not tensor.is_contiguous():
             return None
         (source,) = node.next_functions
@@ -307,14 +360,16 @@ class Tape:
             return None
         with torch.no_grad():
             small = self.kept(tensor.detach().to(dtype))
-        # No view of the original's storage, which is free to go.
+        # Not `small` itself: a view of what is kept is kept as it is (`_view_of`), and that would hold the memory of
+        # the tensor before the cast, which is free to go.
         self.values[source] = Rebuilt(self.work, torch.Tensor.detach, [small])
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
 
     def _keep(self, edge: _Edge, tensor: torch.Tensor) -> Kept | Stored:
         """Keep the tensor of an edge as it is, in the store if there is one."""
-        value = self.values[edge] = self.kept(tensor)
+        value = self.kept(tensor)
+        self.values[edge] = value
         return value
 
     def _mask(self, tensor: torch.Tensor) -> Value | None:
@@ -323,22 +378,21 @@ class Tape:
         A mask is recognised by the call that produced it: `functional.dropout`, which saves nothing else, or torch's
         own attention, which saves its softmax just before.
         """
-        is_number = tensor.dtype is not torch.bool
-        # Noise is drawn and then divided, in place.
-        if tensor._version != (2 if is_number else 0) or not masks.can_pack(tensor):
+        is_noise = tensor.dtype is not torch.bool
+        # Noise is drawn and then divided, in place: two changes. A mask of truth values is the result of an operation.
+        if tensor._version != (2 if is_noise else 0) or not masks.can_pack(tensor):
             return None
         dropout_input = compat.frames.input_of_dropout()
         if dropout_input is not None:
             self._offer(dropout_input)
         elif tensor.shape != self.softmax:
             return None
+        if is_noise:  # of a CPU
+            return None
         with torch.no_grad():
-            scale = tensor.max() if is_number else None
-            if scale is not None and not masks.holds(tensor, scale):
-                return None
-            bits = self.kept(masks.pack(tensor))
-        unpack = functools.partial(masks.unpack, size=tensor.size(), stride=tensor.stride(), scale=scale)
-        return Rebuilt(self.work, unpack, [bits])
+            bits = self.kept(masks.to_bits(tensor))
+        from_bits = functools.partial(masks.from_bits, size=tensor.size(), stride=tensor.stride())
+        return Rebuilt(self.work, from_bits, [bits])
 
     def _offer(self, tensor: torch.Tensor) -> None:
         """Record the input of a dropout, if it has no value, so that the dropout's result can be recomputed from it.
@@ -348,7 +402,8 @@ class Tape:
         """
         edge = tensor.grad_fn, tensor.output_nr
         if tensor.grad_fn is not None and self.values.get(edge) is None:
-            self.values.pop(edge, None)
+            self.values.pop(edge, None)  # it was found to have none, and `resolve` would not look again
+            # Weakly: nobody may need it, and then the tape would hold what no checkpointing would free.
             self.offered[edge] = weakref.ref(tensor), tensor._version
 
     def _take_offer(self, edge: _Edge) -> Value | None:
@@ -360,6 +415,6 @@ class Tape:
         return self._small(edge, tensor) or self._keep(edge, tensor)
 
 
-def _once(known: dict[tuple[int, int], Stored], make: Callable[[torch.Tensor], Stored], tensor: torch.Tensor) -> Stored:
+def _once(stored: dict[_Name, Stored], make: Callable[[torch.Tensor], Stored], tensor: torch.Tensor) -> Stored:
     """Return the value of a kept tensor that hooks store elsewhere: the same one, however often autograd saves it."""
-    return known.setdefault((id(tensor), version_of(tensor)), make(tensor))
+    return stored.setdefault((id(tensor), version_of(tensor)), make(tensor))

@@ -1,7 +1,18 @@
 """Values: what the rebuild engine stores in autograd's graph in place of saved tensors.
 
-A value is a kept tensor, or an operation on the values of its operands. It never refers to a node of the graph, so
-there are no reference cycles, and a graph that is dropped without a backward frees everything.
+| value | holds |
+|---|---|
+| `Kept` (of `seen`) | the tensor |
+| `Stored` | what hooks of the user, or the host memory, hold in place of the tensor |
+| `Rebuilt` | an operation, and the values of its operands |
+| `View` | another value, and an operation that returns a view of it |
+| `Inside` | the place of the tensor among those that a small module saves when it is run again (`Replay`) |
+
+Several nodes may save one tensor, and several operations may need it. So the forward counts the uses of a value
+(`add_use`), and backward rebuilds it at the first use and drops it after the last one (`end_use`).
+
+A value never refers to a node of the graph, so there are no reference cycles, and a graph that is dropped without a
+backward frees everything.
 """
 
 from __future__ import annotations
@@ -10,15 +21,15 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_ckpt import compat
-from hf_ckpt.engines.seen import Seen, version_of
-from hf_ckpt.errors import ChangedBlockError, InPlaceError, RebuildError
+from hf_ckpt.engines.seen import Kept, Seen, refuse, version_of
+from hf_ckpt.errors import InPlaceError, RebuildError
 
 
 class Work:
@@ -30,49 +41,6 @@ class Work:
         """Number of operations and modules that were run again."""
 
 
-def refuse(seen: Seen, block: str, name: str) -> NoReturn:
-    """Raise `InPlaceError` or `ChangedBlockError` for a tensor of a block that was overwritten since it was seen."""
-    if version_of(seen.tensor) != seen.version:
-        raise InPlaceError(block, seen.tensor, seen.version)
-    raise ChangedBlockError(block, f"{name} was overwritten")
-
-
-class Kept(Seen):
-    """A kept tensor, without its graph: a view with the same storage and the same version counter.
-
-    Args:
-        tensor: the tensor.
-        block: name of the block, for errors.
-        address: whether its values must still be at the same address when it is needed, if it is a parameter.
-    """
-
-    __slots__ = ("block",)
-
-    def __init__(self, tensor: torch.Tensor, block: str, *, address: bool = False) -> None:
-        super().__init__(tensor if tensor.grad_fn is None else tensor.detach(), address=address)
-        self.block = block
-
-    @property
-    def root(self) -> Kept:
-        """The value that is held or rebuilt for this one: itself, because it is not a view."""
-        return self
-
-    def expect(self) -> None:
-        """Count nothing: the tensor is held for as long as the graph."""
-
-    def asked(self) -> None:
-        """Count nothing."""
-
-    def value(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises `InPlaceError` if it has been changed in place since, and `ChangedBlockError` if it was overwritten.
-        """
-        if self.is_overwritten:
-            refuse(self, self.block, f"a parameter of shape {list(self.tensor.shape)}")
-        return self.tensor
-
-
 class _Shared:
     """A tensor that is fetched or rebuilt once in a backward, for all its uses."""
 
@@ -81,19 +49,23 @@ class _Shared:
     def __init__(self) -> None:
         self.cached: torch.Tensor | None = None
         """The tensor, while it has further uses."""
-        self.uses = self.left = 0
-        """Number of uses in one backward, and how many of them are still to come."""
+        self.uses = 0
+        """Number of uses in one backward, as the forward has counted them."""
+        self.left = 0
+        """How many of them are still to come."""
 
     @property
     def root(self) -> Any:
-        """The value that is held or rebuilt for this one: itself, because it is not a view."""
+        """The value whose uses are counted: itself, because it is not a view."""
         return self
 
-    def asked(self) -> None:
+    def end_use(self) -> None:
         """Count one of these uses as done. After the last one, drop the tensor and start counting again."""
         self.left -= 1
+        # Not `==`: a use that the forward did not count must not keep the tensor for good.
         if self.left <= 0:
-            self.cached, self.left = None, self.uses
+            self.cached = None
+            self.left = self.uses  # for another backward through a graph that is retained
 
 
 class Stored(_Shared):
@@ -121,7 +93,7 @@ class Stored(_Shared):
         self.packed: Any = None
         """What the hooks hold in place of the tensor."""
 
-    def expect(self) -> None:
+    def add_use(self) -> None:
         """Count one more use of the tensor in a backward. At the first, store it.
 
         Raises `InPlaceError` if it was changed in the meantime.
@@ -141,11 +113,21 @@ class Stored(_Shared):
         """
         if self.cached is None:
             tensor = self.hooks[1](self.packed)
+            # Hooks that return the same memory share its changes. Those that store a copy are right to return old
+            # values.
             is_itself = tensor.untyped_storage()._cdata == self.storage.cdata
             if is_itself and version_of(tensor) != self.version:
                 raise InPlaceError(self.block, tensor, self.version)
             self.cached = tensor
         return self.cached
+
+
+class Layout(NamedTuple):
+    """What a rebuilt tensor must have as the tensor of the forward had it."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Rebuilt(_Shared):
@@ -164,15 +146,16 @@ class Rebuilt(_Shared):
         self.work = work
         self.operation = operation
         self.operands = operands
-        self.layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None = None
-        """Shape, strides and type that the tensor must have; None if unknown."""
+        self.layout: Layout | None = None
+        """What the tensor must have; None if nothing saved it, so that only other operations see it."""
 
-    def expect(self) -> None:
+    def add_use(self) -> None:
         """Count one more use of the tensor in a backward. At the first, it begins to use its operands."""
         if not self.uses:
             for operand in self.operands:
-                if type(operand) is not Kept:
-                    operand.root.expect()
+                root = operand.root
+                if root is not None:
+                    root.add_use()
         self.uses += 1
         self.left += 1
 
@@ -185,33 +168,38 @@ class Rebuilt(_Shared):
             return self.cached
         tensor = self.operation(*[operand.value() for operand in self.operands])
         for operand in self.operands:
-            if type(operand) is not Kept:
-                operand.root.asked()
+            root = operand.root
+            if root is not None:
+                root.end_use()
         self.work.rebuilt += 1
-        if self.layout is not None:
-            shape, stride, dtype = self.layout
-            if tensor.shape != shape or tensor.dtype is not dtype:
+        layout = self.layout
+        if layout is not None:
+            if tensor.shape != layout.size or tensor.dtype is not layout.dtype:
                 raise RebuildError(
                     self.work.block,
                     f"an operation gave {tensor.dtype} {list(tensor.shape)} when it was run again in backward, but "
-                    f"{dtype} {list(shape)} in the forward.",
+                    f"{layout.dtype} {list(layout.size)} in the forward.",
                 )
-            if tensor.stride() != stride:
-                tensor = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
-        if self.left > 1:
+            # Operations choose strides by those of their operands, and a rebuilt operand may have others than in the
+            # forward. Views of this tensor are taken by its strides in the forward, see `Tape._view_of`.
+            if tensor.stride() != layout.stride:
+                like = torch.empty_strided(*layout[:2], dtype=layout.dtype, device=tensor.device)
+                tensor = like.copy_(tensor)
+        if self.left > 1:  # the last use need not keep it
             self.cached = tensor
         return tensor
 
 
 class View:
-    """A view of another value. `root` is the value at the end of a chain of views."""
+    """A view of another value."""
 
     __slots__ = ("of", "operation", "root")
 
     def __init__(self, of: Value, operation: Callable[..., torch.Tensor]) -> None:
         self.of = of
         self.operation = operation
-        self.root: Kept | Stored | Rebuilt = of.root if isinstance(of, View) else of  # a property of others is a call
+        self.root: Stored | Rebuilt | None = of.root
+        """The value at the end of a chain of views, whose uses are counted; None if that is a kept tensor."""
 
     def value(self) -> torch.Tensor:
         """Return the view."""
@@ -235,22 +223,11 @@ class Replay:
         stay: whether its parameters stay on their device, unsharded, throughout a step, and so keep their addresses.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "attributes",
-        "autocast",
-        "inside",
-        "module",
-        "needs_gradient",
-        "parameters",
-        "saved",
-        "source",
-        "work",
-    )
-
     def __init__(self, work: Work, module: nn.Module, source: Value, module_input: torch.Tensor, stay: bool) -> None:
         self.work = work
         self.module = module
+        # Counts of its uses: one for each run of the module. `Inside` adds it, and `__call__` ends it. So a `Rebuilt`
+        # with a replay as its operation has no operands: it would count the source a second time.
         self.source = source
         self.needs_gradient = module_input.requires_grad
         dtype = compat.devices.autocast_dtype(module_input.device.type)
@@ -276,11 +253,14 @@ class Replay:
         """
         run = self.module.forward if self._is_as_in_the_forward() else self._run_as_in_the_forward
         inside: list[torch.Tensor | None] = []
+        # The module saves other tensors if its input requires gradients, so it must be as in the forward.
         source = self.source.value().detach().requires_grad_(self.needs_gradient)
         autocast = torch.autocast(*self.autocast) if self.autocast else contextlib.nullcontext()
         with torch.enable_grad(), autocast, torch.autograd.graph.saved_tensors_hooks(inside.append, never):
             output: torch.Tensor = run(source)
-        self.source.root.asked()
+        root = self.source.root
+        if root is not None:
+            root.end_use()
         self.inside = inside.copy()
         inside.clear()  # else a cycle: this run's graph holds the list through its hook, and the tensors hold the graph
         if len(self.inside) != self.saved:
@@ -295,7 +275,7 @@ class Replay:
         """Whether the module has the attributes and parameters of its forward. Raises errors as `refuse` does."""
         attributes = vars(self.module)
         current = attributes["_parameters"]
-        unchanged = list(attributes) == list(self.attributes)
+        unchanged = list(attributes) == list(self.attributes)  # names, before values are compared in pairs
         # Compared by identity: values may be tensors or arrays, and equal numbers do no harm.
         unchanged = unchanged and all(map(operator.is_, attributes.values(), self.attributes.values()))
         for name, seen in self.parameters.items():
@@ -310,9 +290,10 @@ class Replay:
         """Run the module with the attributes and parameters of the forward, and put the present ones back."""
         attributes = vars(self.module)
         now = attributes.copy()
-        lent = {name: seen.tensor.detach().requires_grad_(seen.trained) for name, seen in self.parameters.items()}
+        # Detached, so that the run does not touch the gradients of the parameters.
+        as_before = {name: seen.tensor.detach().requires_grad_(seen.trained) for name, seen in self.parameters.items()}
         attributes.clear()
-        attributes.update(self.attributes, _parameters=dict.fromkeys(now["_parameters"]) | lent)
+        attributes.update(self.attributes, _parameters=dict.fromkeys(now["_parameters"]) | as_before)
         try:
             return self.module.forward(source)
         finally:
@@ -324,18 +305,21 @@ class Inside:
     """Replaces a tensor that autograd saved inside a module that is run again: the next one of `replay`."""
 
     __slots__ = ("index", "replay")
+    root: ClassVar[None] = None
+    """The value whose uses are counted: none, because each place has one use. Its replay counts those of the input."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
-        if not replay.saved and type(replay.source) is not Kept:
-            replay.source.root.expect()
+        root = replay.source.root
+        if root is not None and not replay.saved:  # one run of the module fills all places, and uses its input once
+            root.add_use()
         self.index = replay.saved
         replay.saved += 1
 
     def value(self) -> torch.Tensor:
         """Return the tensor; run the module again if necessary."""
         replay = self.replay
-        if not replay.inside or replay.inside[self.index] is None:
+        if not replay.inside or replay.inside[self.index] is None:  # the first place, or a second backward
             replay()
             replay.work.rebuilt += 1
         tensor = replay.inside[self.index]
@@ -345,14 +329,17 @@ class Inside:
 
 
 class _Reading(threading.local):
-    """Whether this thread is reading what a node has saved, and the value found in place of a tensor."""
+    """How `read` gets a value from behind autograd, which returns only tensors. `unpack` sees that it is on."""
 
     on = False
-    found: Rebuilt | View | Stored | None = None
+    """Whether this thread reads what a node has saved."""
+    value: Rebuilt | View | Stored | None = None
+    """What `unpack` was called with, in place of a tensor."""
 
 
 _reading = _Reading()
 _NOTHING = torch.empty(0, device="cpu")
+"""What `unpack` returns to `read`, because autograd accepts only a tensor."""
 
 
 def read(node: Any, name: str) -> Any:
@@ -362,21 +349,22 @@ def read(node: Any, name: str) -> Any:
         node: the node.
         name: the name. Returns None if the node has saved nothing under it.
     """
-    _reading.on, _reading.found = True, None
+    _reading.on = True
     try:
         saved = getattr(node, f"_saved_{name}", None)
-        return saved if _reading.found is None else _reading.found
+        return saved if _reading.value is None else _reading.value
     finally:
-        _reading.on, _reading.found = False, None
+        _reading.on = False
+        _reading.value = None
 
 
 @compat.torch.untraced
 def unpack(value: Value | Inside) -> torch.Tensor:
     """Saved-tensor hook: return the tensor. It is rebuilt without autocast: its operands have the right types."""
-    if type(value) is Kept and not value.is_overwritten:
+    if type(value) is Kept and not value.is_overwritten:  # first, because most are of this kind
         return value.tensor
     if _reading.on and isinstance(value, (Rebuilt, View, Stored)):
-        _reading.found = value
+        _reading.value = value
         return _NOTHING
     if type(value) is Stored and value.original is not None:  # read from a node during the forward
         return value.original.tensor
@@ -384,8 +372,9 @@ def unpack(value: Value | Inside) -> torch.Tensor:
         with torch.no_grad(), compat.devices.autocast_off():
             return unpack(value)
     tensor = value.value()
-    if type(value) is not Inside:
-        value.root.asked()  # type: ignore[union-attr]
+    root = value.root
+    if root is not None:
+        root.end_use()
     return tensor
 
 

@@ -44,7 +44,7 @@ def as_given(
     Returns the function, its arguments, and the tensors given by keyword or inside of containers. torch's checkpoint
     saves positional ones.
 
-    Raises `HfCkptError` for a container or an iterator that cannot be copied.
+    Raises `HfCkptError` for a container, an iterator or an object that cannot be copied.
     """
     bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
     # Most blocks are given tensors, plain values and tuples of these: a check of all types at once takes fewer calls.
@@ -70,12 +70,12 @@ def as_given(
             'dict or a tensor in its place, or use "policy": "selective", which runs no block twice.'
         ) from error
     if all(map(operator.is_, (*positional, *keywords.values()), (*args, *bound.keywords.values()))):
-        return fn, args, tensors
-    own = _OwnContainers(bound.func, (*bound.args, *args), bound.keywords)
-    return functools.partial(own, *bound.args, **keywords), tuple(positional), tensors
+        return fn, args, tensors  # nothing had to be copied
+    forward = _CallersFirst(bound.func, (*bound.args, *args), bound.keywords)
+    return functools.partial(forward, *bound.args, **keywords), tuple(positional), tensors
 
 
-class _OwnContainers:
+class _CallersFirst:
     """A block's forward. Its first call gets what the caller gave, and later ones get copies of their arguments."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -89,12 +89,15 @@ class _OwnContainers:
         callers = self.callers
         self.callers = None
         if callers is None:
+            # Copied once more, because there may be another recomputation (`retain_graph=True`).
             callers = copied((args, keywords), {}, objects=True)
         return self.fn(*callers[0], **callers[1])
 
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an iterator, or has attributes of its own, such as an instance of a dataclass."""
+    # Modules, classes and functions belong to the program: a copy would be another one, and a change of it would be
+    # lost.
     is_shared = isinstance(value, (torch.Tensor, nn.Module, type, enum.Enum)) or callable(value)
     return not is_shared and (isinstance(value, Iterator) or bool(getattr(value, "__dict__", None)))
 
@@ -109,23 +112,27 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
         objects: whether to copy objects, too. Those in attributes of modules may be the state of a whole model, as
             FSDP's.
 
-    Raises TypeError for a container or an iterator that cannot be copied.
+    Raises TypeError for a container, an iterator or an object that cannot be copied.
     """
     if type(value) in FIXED:
         return leaf(value)
+    # Two places may hold one list, and a list may hold itself.
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, tuple):
         items = [copied(item, copies, leaf, objects=objects) for item in value]
         if all(map(operator.is_, items, value)):
             return value
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)  # named tuples take no iterable
     if not isinstance(value, CONTAINERS) and not (objects and _is_object(value)):
         return leaf(value)
     if isinstance(value, Iterator):
         raise TypeError(f"a {type(value).__name__} can be read only once")
-    duplicate = _copy_of(value)
-    copies[id(value)] = duplicate
+    try:
+        duplicate = copy.copy(value)
+    except Exception as error:  # a class may raise anything in `__copy__` or `__reduce__`
+        raise TypeError(f"{type(value).__name__}: {reason_of(error)}") from error
+    copies[id(value)] = duplicate  # before its items are copied, which may refer to it
     if isinstance(value, (list, collections.deque)):
         for place, item in enumerate(value):
             duplicate[place] = copied(item, copies, leaf, objects=objects)
@@ -136,16 +143,3 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
         for key, item in vars(value).items():
             vars(duplicate)[key] = copied(item, copies, leaf, objects=objects)
     return duplicate
-
-
-def _copy_of(value: Any) -> Any:
-    """Return a shallow copy of a container. An object that refuses copies is returned as it is: few blocks change one.
-
-    Raises TypeError for a container that refuses copies.
-    """
-    try:
-        return copy.copy(value)
-    except Exception as error:  # a class may raise anything in `__copy__` or `__reduce__`
-        if isinstance(value, CONTAINERS):
-            raise TypeError(f"{type(value).__name__}: {reason_of(error)}") from error
-        return value

@@ -1,0 +1,337 @@
+"""What a plan depends on: the shapes of a step's forwards, the states of the model and of its optimizers, and
+the budget.
+
+A step may have several forwards before its backward, as in DPO, and its plan is chosen at the first of them. So a
+`Batch` is what the step is expected to be: `StepForwards` takes it from the last step that began in the same way. What
+the step really had is known at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import operator
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.logs import warn_once
+from hf_ckpt.measure.live import held_bytes
+from hf_ckpt.measure.memory import device_memory, keeps_statistics
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.units import budget_bytes, format_bytes
+
+log = logging.getLogger(__name__)
+
+NEAR = 0.8
+"""Batches of at least this share of another one's size use its measurements and plans. A plan for 25 % more tokens
+recomputes a little more than it must, which costs less than to measure and race each length by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One training forward of the model, or of a part of it if the model's own forward is not called."""
+
+    stack: str | None
+    """Name of the part, such as a stack; None for the whole model."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    """(name of a tensor, its shape)."""
+    padded: bool
+    """Whether the attention mask masks a token."""
+
+    def covers(self, other: Forward) -> bool:
+        """Whether every tensor is at least as large as in another forward.
+
+        A padded forward may need more than one without padding: transformers drops a mask that masks nothing
+        (`_ignore_causal_mask_sdpa` in `masking_utils`), and then attention may run in a kernel that needs less memory.
+        """
+        if (self.stack, len(self.shapes)) != (other.stack, len(other.shapes)) or self.padded < other.padded:
+            return False
+        return all(
+            name == other_name and len(shape) == len(other_shape) and all(map(operator.ge, shape, other_shape))
+            for (name, shape), (other_name, other_shape) in zip(self.shapes, other.shapes, strict=True)
+        )
+
+    @property
+    def rows_and_tokens(self) -> tuple[int, int]:
+        """(sequences, tokens of each); (1, 0) for a forward without text."""
+        # Vectors, such as the lengths of packed rows, tell nothing of the tokens of a row.
+        shapes = {name: shape for name, shape in self.shapes if len(shape) >= 2}
+        names = [name for name in ("input_ids", "inputs_embeds", "hidden_states") if name in shapes]
+        shape = shapes[names[0]] if names else next(iter(shapes.values()), (1, 0))
+        return shape[0], shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The forwards of one step in order, and the state in which it begins."""
+
+    forwards: tuple[Forward, ...]
+    has_gradients: bool
+    """Whether there are gradients of earlier micro-steps."""
+    state: tuple[Any, int] = (None, 0)
+    """See `ModelState.present`."""
+
+    def covers(self, other: Batch) -> bool:
+        """Whether a step with this batch needs at least as much memory as one with another, whatever the plan."""
+        if self.state != other.state or self.has_gradients < other.has_gradients:
+            return False
+        return self.has_room_for(other.forwards)
+
+    def has_room_for(self, forwards: Sequence[Forward]) -> bool:
+        """Whether these forwards are not more, and none is larger, than those of this batch."""
+        if len(self.forwards) < len(forwards):
+            return False
+        return all(larger.covers(smaller) for larger, smaller in zip(self.forwards, forwards, strict=False))
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all tensors, to sort batches by."""
+        return sum(math.prod(shape) for _, shape in self._shapes)
+
+    def growth(self, other: Batch) -> float:
+        """How many times as many elements the tensors of this batch have as those of another, at most; 0 if the
+        batches do not have the same tensors."""
+        if [name for name, _ in self._shapes] != [name for name, _ in other._shapes]:
+            return 0.0
+        pairs = zip(self._shapes, other._shapes, strict=True)
+        ratios = [math.prod(shape) / max(1, math.prod(other_shape)) for (_, shape), (_, other_shape) in pairs]
+        return max(ratios, default=1.0)
+
+    @property
+    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of all tensors of all forwards."""
+        return [row for forward in self.forwards for row in forward.shapes]
+
+    def is_near(self, other: Batch) -> bool:
+        """Whether a step with one batch tells what one with the other needs: one covers the other, and is hardly
+        larger."""
+        if (self.has_gradients, len(self.forwards)) != (other.has_gradients, len(other.forwards)):
+            return False
+        if self.covers(other):
+            return other.elements >= NEAR * self.elements
+        return other.covers(self) and self.elements >= NEAR * other.elements
+
+    def __str__(self) -> str:
+        sizes = dict.fromkeys(forward.rows_and_tokens for forward in self.forwards)
+        text = " and ".join(f"{rows} x {tokens} tokens" for rows, tokens in sizes)
+        padded = ", padded" if any(forward.padded for forward in self.forwards) else ""
+        return text + padded + (", accumulated" if self.has_gradients else "")
+
+
+class StepForwards:
+    """The forwards of the current step, and those that such steps are expected to have."""
+
+    def __init__(self) -> None:
+        self.current: list[Forward] = []
+        self._expected: dict[tuple[Any, Forward], tuple[Forward, ...]] = {}
+        """(state of the model, first forward of a step) -> all forwards of such a step."""
+        self._has_padding = False
+        """Whether a batch was padded."""
+
+    def read(self, stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
+        """Describe a forward by its arguments."""
+        arguments = {**dict(zip(map(str, itertools.count()), args, strict=False)), **kwargs}
+        shapes = []
+        for name in sorted(arguments):  # the order in which a caller writes them makes no other batch
+            value = arguments[name]
+            leaves = [value] if isinstance(value, torch.Tensor) else compat.torch.tree_leaves(value)
+            shapes += [(name, tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        mask = kwargs.get("attention_mask")
+        is_padded = False
+        if isinstance(mask, torch.Tensor):
+            # Reading a mask makes the host wait for the device, so after the first padded batch all count as padded. So
+            # does one of four dimensions, which transformers passes on as it is (`masking_utils`).
+            is_padded = self._has_padding or mask.dim() > 2 or not bool((mask != 0).all())
+        self._has_padding |= is_padded
+        return Forward(stack, tuple(shapes), is_padded)
+
+    def begin(self, forward: Forward, state: tuple[Any, int]) -> tuple[Forward, ...]:
+        """Begin a step with this forward. Returns all forwards that it is expected to have."""
+        self.current = [forward]
+        return self._expected.get((state, forward), (forward,))
+
+    def expects(self, forward: Forward, state: tuple[Any, int]) -> bool:
+        """Whether the current step is expected to go on with a forward of this stack, whatever its shapes."""
+        place = len(self.current)
+        expected = self._expected.get((state, self.current[0]), ())
+        return place < len(expected) and expected[place].stack == forward.stack
+
+    def learn(self, state: tuple[Any, int]) -> None:
+        """Expect the forwards of the current step of all steps that begin like it."""
+        self._expected[state, self.current[0]] = tuple(self.current)
+
+
+# --- the model and its optimizers -------------------------------------------------------------------------------------
+
+
+class ModelState:
+    """Which parameters are trained, their bytes, and autocast's type.
+
+    Measurements and plans hold in one state only, because each `Batch` has the number of its state. So a new number is
+    all that it takes to measure a changed model again.
+
+    The state is read for every batch, so this walks over the model only when modules or parameters were added, removed
+    or replaced.
+    """
+
+    def __init__(self, base: nn.Module, devices: Collection[torch.device]) -> None:
+        self._base = weakref.ref(base)  # the session that holds this must not keep the model alive
+        self._device_type = next((device.type for device in compat.devices.accelerators(devices)), "cpu")
+        self.is_sharded = not compat.distributed.parameters_stay(base)
+        """Whether parameters come only when they are used: they are split over ranks, or accelerate offloads them."""
+        self._modules: list[nn.Module] = []
+        self._boxes: list[dict[str, Any]] = []
+        """The dicts of children and of parameters of each module."""
+        self._addresses: list[int] = []
+        """The addresses of what is in them."""
+        self._parameters: list[nn.Parameter] = []
+        self._numbers: dict[Any, int] = {}
+        """The states that were seen, and their numbers."""
+        self.present: tuple[Any, int] = (None, 0)
+        """The type that autocast computes in, and the number of the state."""
+
+    def has_changed(self) -> bool:
+        """Read the present state. Returns whether it is one that the model was never in, other than the first."""
+        if self._read_addresses() != self._addresses or not self._boxes:
+            self._walk()
+        # Sharded parameters are gathered and freed in every step. `attrgetter` and `map` run without Python calls.
+        names = ("requires_grad",) if self.is_sharded else ("requires_grad", "nbytes")
+        autocast_dtype = compat.devices.autocast_dtype(self._device_type)
+        state = autocast_dtype, tuple(map(operator.attrgetter(*names), self._parameters))
+        is_new = bool(self._numbers) and state not in self._numbers
+        self.present = autocast_dtype, self._numbers.setdefault(state, len(self._numbers))
+        return is_new
+
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        gradients = map(operator.attrgetter("grad"), self._parameters)
+        return any(map(functools.partial(operator.is_not, None), gradients))
+
+    def _read_addresses(self) -> list[int]:
+        # A parameter that is cast in place keeps its address, which is why `has_changed` also reads its bytes.
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._boxes))))
+
+    def _walk(self) -> None:
+        base = self._base()
+        assert base is not None
+        modules = list(base.modules())
+        self._modules = modules[1:]  # held, so that no new module gets the address of one that was removed
+        self._boxes = [vars(module)[box] for module in modules for box in ("_modules", "_parameters")]
+        self._addresses = self._read_addresses()
+        self._parameters = list(base.parameters())
+
+
+class OptimizerStates:
+    """Notices when an optimizer steps for the first time, and has made its state.
+
+    It sees the optimizers of the whole process, because a model does not refer to its own.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers that have stepped."""
+        self._has_new = False
+        """Whether an optimizer has stepped for the first time since `have_grown` was last called."""
+        self._bytes = 0
+        """Bytes of the state of the model's optimizers when a new one was last seen."""
+        self._handle: Callable[[], object] | None = None
+        """Ends what `watch` began."""
+
+    def watch(self, base: nn.Module) -> None:
+        """See steps of optimizers until `stop`, or until the model is gone."""
+        if self._handle is None:
+            # The model's end must end it, too: a hook of the process would live on, once for each model.
+            hook = compat.torch.call_before_optimizers(self._on_step)
+            self._handle = weakref.finalize(base, hook.remove)
+
+    def stop(self) -> None:
+        """See no more steps of optimizers."""
+        if self._handle is not None:
+            self._handle()
+            self._handle = None
+
+    def have_grown(self, base: nn.Module, devices: Collection[torch.device]) -> bool:
+        """Whether optimizers of the model hold more than when this was last asked: from now on steps hold it, too."""
+        if not self._has_new:
+            return False
+        self._has_new = False
+        before = self._bytes
+        self._bytes = held_bytes(devices, *compat.torch.optimizers_of(base))
+        return self._bytes > before
+
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # The step that follows makes the state. It is too early to read it, so the next batch does.
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            compat.torch.remember_optimizer(optimizer)
+            self._has_new = True
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) -> int:
+    """Return the bytes that a `budget` or `auto` allows the steps of a model.
+
+    Raises `InfeasibleError` if the model itself needs more, and `HfCkptError` for a share of several accelerators.
+    """
+    accelerators = compat.devices.accelerators(devices)
+    if len(accelerators) > 1 and not isinstance(spec.budget, int):  # one card is full before the others are
+        cards = " and ".join(map(str, accelerators))
+        raise HfCkptError(f"`auto` and shares are for one card, but the model is on {cards}. Give bytes instead.")
+    held = held_bytes(devices, base, *compat.torch.optimizers_of(base))
+    memory = device_memory(held, devices)
+    budget = budget_bytes(spec.budget, memory.total_bytes)
+    if budget > memory.total_bytes:
+        text = "hf_ckpt: the budget of %s is more than the memory, %s: steps within it may run out of memory."
+        warn_once(log, text, format_bytes(budget), format_bytes(memory.total_bytes))
+    if spec.policy == "auto":  # all that other processes leave; a share that a user gives is of the whole memory
+        budget -= memory.total_bytes - memory.available_bytes
+    if held > budget and compat.distributed.parameters_stay(base):
+        raise InfeasibleError(
+            budget,
+            held,
+            {"weights and optimizer state": held},
+            ["a smaller model, quantised weights, or parameters that are sharded over more devices"],
+            f"no plan fits into {format_bytes(budget)}: the model and the state of its optimizer hold "
+            f"{format_bytes(held)} by themselves. What would lower it:",
+        )
+    return budget
+
+
+LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Options of models that give the share of blocks to skip at random."""
+
+
+def refuse_unplannable(base: nn.Module, policy: str) -> None:
+    """Raise `HfCkptError` if steps do not run the same blocks, or ranks must recompute the same ones."""
+    reason = ""
+    if compat.distributed.ranks_recompute_together(base):
+        reason = "under ZeRO-3 all ranks must recompute the same blocks, and each plans for its own batches"
+    elif any(getattr(base.config, name, 0) for name in LAYER_DROP):
+        reason = "each step skips other blocks; set `layerdrop` to 0"
+    if reason:
+        raise HfCkptError(
+            f"policy: {policy} cannot plan for this run: {reason}. Give `full` or `selective`, or a saved plan."
+        )
+
+
+def refuse_compiled(base: nn.Module, devices: Collection[torch.device], policy: str) -> None:
+    """Raise `HfCkptError` if the memory of compiled blocks cannot be measured."""
+    accelerators = compat.devices.accelerators(devices)
+    has_peaks = bool(accelerators) and all(map(keeps_statistics, accelerators))
+    if not (compat.transformers.HOOKS_STAY_OUTSIDE and has_peaks and compat.distributed.parameters_stay(base)):
+        raise HfCkptError(
+            f"policy: {policy} cannot measure compiled blocks here: that needs transformers 5.23 or later, an "
+            "accelerator whose allocator reports peaks, and parameters that are not split over ranks. Give a `share` "
+            "with the policy `selective`, or do not compile blocks."
+        )
