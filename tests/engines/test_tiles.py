@@ -18,7 +18,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.tiles import AUTO_TOKENS
+from hf_ckpt.engines.tiles import AUTO_TOKENS, try_halves
 from hf_ckpt.errors import TileError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -218,6 +218,30 @@ def test_a_feed_forward_that_mixes_tokens_is_refused(mixes):
     torch.manual_seed(3)
     with pytest.raises(TileError, match=r"'model\.layers\.1\.mlp': it does not map each token by itself"):
         step(model, batch_of("llama"))
+
+
+class Draws(nn.Module):
+    """Draws a number, and counts its runs in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x):
+        self.runs += 1
+        return x + 0 * torch.rand(())
+
+
+def test_the_trial_leaves_nothing():
+    """Buffers, modes and random state are as without it."""
+    module = tiny_model("gpt2", layers=1, dropout=0.2).transformer.h[0].mlp
+    module.act = Draws()
+    hidden = torch.randn(1, 8, module.c_fc.nx)
+    state = torch.get_rng_state()
+    try_halves("mlp", module, module.forward, hidden)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not module.act.runs
+    assert all(inner.training for inner in module.modules())
 
 
 def test_experts_are_left_out_and_that_is_said_once(caplog):
