@@ -17,6 +17,8 @@ from transformers.trainer_callback import CallbackHandler
 
 import hf_ckpt
 from hf_ckpt import compat
+from hf_ckpt.attach.hooks import IN_GRAPH
+from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OutOfPlansError, PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -209,6 +211,13 @@ def test_any_model_is_measured_and_a_short_run_that_logs_nothing_too(tmp_path):
     (end,) = metrics(tmp_path, "end")
     assert end["memory/peak_gib"] > 0
     assert end["time/step_s"] > 0
+
+
+def test_a_plan_without_effect_in_a_graph_is_told_in_a_step(tmp_path, caplog):
+    run = trainer(tmp_path, max_steps=1)
+    installation(run.model).heads.last = IN_GRAPH
+    run.train()
+    assert caplog.text.count("a part of the plan has no effect, because torch.compile") == 1
 
 
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
