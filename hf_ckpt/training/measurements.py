@@ -105,8 +105,13 @@ class Measurements:
         self.references[batch] = self.references[batch].with_trials(step)
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
-        """Store what blocks needed that had these actions in their forward."""
-        self.references[batch] = self.references[batch].with_actions(step, actions)
+        """Store what blocks needed that had these actions in their forward: for the `nearest` batch, whose step is the
+        reference. What a smaller batch needed is scaled as in `bound`."""
+        nearest = self.nearest(batch)
+        assert nearest is not None
+        if nearest.covers(batch):
+            step = step.scaled(nearest.growth(batch) ** 2)
+        self.references[nearest] = self.references[nearest].with_actions(step, actions)
 
     def learn_start(self, batch: Batch, start_bytes: int, outside_peak_bytes: int = 0) -> None:
         """Store the bytes alive when steps with such a batch begin: all that stays, such as the buckets of DDP.

@@ -523,12 +523,12 @@ class Session:
         batch = dataclasses.replace(planned.batch, forwards=tuple(self._forwards.current))
         if planned.phase is Phase.TIME:
             measurements.learn_times(batch, step, planned.actions)
-        elif planned.actions:
-            measurements.learn_actions(batch, step, planned.actions)
         elif planned.shows_forwards:
             measurements.learn_forwards(batch, step)
         elif batch != planned.batch:
             return  # the others are compared with what was expected
+        elif planned.actions:
+            measurements.learn_actions(batch, step, planned.actions)
         elif planned.phase is Phase.MEASURE:
             measurements.learn_backwards(batch, step)
         elif planned.phase is Phase.RACE and self.entered is not None:

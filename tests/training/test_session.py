@@ -361,15 +361,37 @@ def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
     assert {"4 x 16 tokens", "4 x 40 tokens", "4 x 64 tokens"} <= hf_ckpt.describe(model).plans.keys()
 
 
+def with_wide_feed_forwards():
+    """A model whose blocks need less in tiles than under `full`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=4, **sizes)
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").train()
+
+
+def one_row(tokens):
+    ids = torch.randint(0, 256, (1, tokens))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("rows", [[[512], [480], [480]], [[480], [512], [480]], [[480, 480]] * 2 + [[480]] * 2])
+def test_an_action_that_runs_in_a_batch_near_a_measured_one_is_known_for_both(rows):
+    """As lengths of a padded data set; or a step has fewer forwards than the one that it is compared with."""
+    model = with_wide_feed_forwards()
+    budgeted(model, "3MiB", mlp=64, check_every=0)
+    for lengths in rows + rows[-1:] * 6:
+        losses = [model(**one_row(tokens), use_cache=False).loss for tokens in lengths]
+        sum(losses).backward()
+        model.zero_grad(set_to_none=True)
+    assert {action.kind for action in actions(model)} == {"full+tiles"}
+    assert live_peak(model, one_row(lengths[0])) <= current(model).plan.prediction.peak_bytes <= 3 << 20
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_feed_forwards_in_tiles_are_planned_where_nothing_else_fits(lora):
     """With `mlp`. The peak is exact, and gradients are those of no checkpointing up to rounding."""
-    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=4, **sizes)
-    plain = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").train()
+    plain = with_wide_feed_forwards()
     plain = with_lora(plain, "llama") if lora else plain
-    ids = torch.randint(0, 256, (1, 512))
-    batch = {"input_ids": ids, "labels": ids}
+    batch = one_row(512)
     full, tiled, model = (copy.deepcopy(plain) for _ in range(3))
     planned(full, {"policy": "full", "check_every": 0})
     planned(tiled, {"policy": "full", "mlp": 64, "check_every": 0})
