@@ -277,6 +277,10 @@ has_global_hooks: Callable[[], bool] = private("torch.nn.modules.module._has_any
 """Returns whether global module hooks are registered, as by `torch.nn.modules.module.register_module_forward_hook`."""
 
 
+global_forward_hooks: dict[int, Any] = private("torch.nn.modules.module._global_forward_hooks")
+"""Those that run after the forward of every module, before its own: `register_module_forward_hook` adds to it."""
+
+
 def is_held_by_hooks(node: Any, name: str) -> bool:
     """Whether saved-tensor hooks hold what an autograd node has saved under this name. Nothing is unpacked.
 

@@ -376,6 +376,14 @@ def test_gradients_of_logits_that_would_miss_a_loss_are_refused(ask):
             ASKED_LATE[ask](late, loss)
 
 
+def test_the_words_of_the_largest_logits_leave_them_their_gradient():
+    logits = lazy(*toy())
+    assert torch.equal(logits[:, :-1].argmax(-1), logits.argmax(-1)[:, :-1])
+    logits.retain_grad()
+    logits.square().sum().backward()
+    assert_near({"gradient": 2 * logits.detach()}, {"gradient": logits.grad})
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

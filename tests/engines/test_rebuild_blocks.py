@@ -95,6 +95,19 @@ def test_tensors_saved_and_dropped(block):
     assert all(tensor.is_leaf for tensor in stored)  # they hold no graph
 
 
+def test_a_number_stays_a_number_inside_the_users_hooks():
+    """A copy of it would have the type float64, and so would results without dimensions."""
+
+    def block(x):
+        return functional.silu(1.7 / (x.mean() * SCALE)) * x
+
+    region = RebuildRegion("toy", save=())
+    expected = toy(block)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert_same(expected, toy(block, region))
+    assert region.recomputed == 2
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return functional.linear(x, self.weight, self.bias * 2)
@@ -234,6 +247,16 @@ def hooked(part, register, hook, **options):
     return run
 
 
+def with_global_hook(model, family):
+    """torch calls a global hook after each forward, before the hooks of the module itself."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    changed = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 1.5 if module in norms else None
+    )
+    with changed:
+        return step(model, tiny_batch(family))
+
+
 def written_to(module, args, output):
     with torch.no_grad():
         (output[0] if isinstance(output, tuple) else output)[:, :3] = 0.1
@@ -278,6 +301,7 @@ RUNS = {
     "every other parameter frozen": frozen(lambda place, name: place % 2 == 1),
     "two of three parameters frozen": frozen(lambda place, name: place % 3 == 0),
     "modules' outputs changed": hooked(SMALL, "register_forward_hook", lambda *results: results[2] * 1.5, prepend=True),
+    "norms' outputs changed by a global hook": with_global_hook,
     "modules' inputs changed": hooked(SMALL, "register_forward_pre_hook", lambda module, args: (args[0] * 0.5,)),
     "norms' gradients changed": hooked(
         "Norm", "register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)

@@ -475,6 +475,8 @@ def _reduced(func: Any, logits: Logits, dim: Any = None, *more: Any, **options: 
         return total.to(func(logits.like).dtype)
     if more or dim not in (-1, logits.dim() - 1, (-1,), [-1]) or options.keys() - {"keepdim", "dtype"}:
         return NotImplemented
+    if func.__name__ == "argmax":  # it has no gradient, so it leaves that of the logits to whoever asks
+        logits = logits.derived(logits.hidden, graph=False)
     return _in_rows(logits, lambda values: func(values, -1, **options))
 
 

@@ -70,8 +70,9 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if module._modules:  # `parametrize` has put modules into it, which are gone when it would run again
         return
     # Another hook may change the input or the output, and accelerate's may fetch the weights for as long as the forward
-    # runs, so operations of such a module are rebuilt one by one.
+    # runs, so operations of such a module are rebuilt one by one. Global ones run between it and `leave_module`.
     alone = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
+    alone = alone and not compat.torch.global_forward_hooks
     if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
         source = tape.value_of(args[0])
         tape.replay = Replay(tape.work, module, source, args[0], stay=tape.region.parameters_stay)
@@ -335,12 +336,13 @@ class Tape:
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if there is none."""
         # A number, such as the 3.3 of `x / 3.3`, is saved as a tensor that hooks do not get. So it may be read even
-        # where other hooks packed the tensors of the node.
+        # where other hooks packed the tensors of the node. It is kept as it is: a copy would no longer be a number,
+        # and would turn a result without dimensions into float64.
         readable = self.may_read(node) or not compat.torch.is_held_by_hooks(node, name)
         operand = read(node, name) if readable else None
         if isinstance(operand, (Rebuilt, View, Stored)):
             return operand
-        return self.kept(operand) if isinstance(operand, torch.Tensor) else None
+        return Kept(operand, self.work.block) if isinstance(operand, torch.Tensor) else None
 
     def _frozen_bias(self, node: Any) -> Value | None:
         """Return the value of the bias of the linear layer that made a node; None if unknown."""
