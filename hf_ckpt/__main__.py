@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cleanup.callback(uninstall)
         cleanup.callback(compat.torch.call_before_optimizers(before_step).remove)
         if arguments.oom_guard:
-            cleanup.enter_context(guard_trainers())
+            guarded = cleanup.enter_context(guard_trainers())
         try:
             _run_script(arguments)
         except SystemExit as ended:
@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(error)
             raise
         _say_if_unused(EnableHook.calls, arguments)
+        if arguments.oom_guard and not guarded:
+            text = "no Trainer of transformers has run a step in `train()`. In your own loop, use `hf_ckpt.OomGuard`."
+            log.warning("hf_ckpt: --oom-guard has guarded nothing, because %s", text)
     return 0
 
 

@@ -94,7 +94,10 @@ def append_line(path: str | Path, line: str) -> None:
     if Path(path).is_fifo():  # to open it waits for a reader
         raise FileError(f"{str(path)!r} cannot be written: it is a pipe, not a file.")
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        with open(path, "ab+") as file:
+            if file.tell() > 0:  # a process that was killed may have written only a part of its last line
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read() == b"\n" else f"\n{line}"
+            file.write(f"{line}\n".encode())
     except OSError as error:
         raise FileError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error

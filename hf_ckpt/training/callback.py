@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
@@ -87,8 +87,10 @@ class MemoryTimeCallback(TrainerCallback):
         """
         handler = next(compat.frames.running(CallbackHandler))  # it calls this
         # After the Trainer's flow, which decides about logging, and before the reporters, which read what this adds.
-        handler.callbacks.remove(self)
-        handler.callbacks.insert(1, self)
+        others = [callback for callback in handler.callbacks if callback is not self]
+        place = next((after for after, one in enumerate(others, 1) if isinstance(one, DefaultFlowCallback)), 0)
+        # A new list, because the handler iterates over the old one: it would skip one, or call this one twice.
+        handler.callbacks = [*others[:place], self, *others[place:]]
         model: nn.Module = kwargs["model"]
         record = _record(model)
         with contextlib.suppress(NoBlocksError):
@@ -108,8 +110,9 @@ class MemoryTimeCallback(TrainerCallback):
         self._methods.close()  # of a run that an error ended outside of them
         trainer: Any = next(compat.frames.running(Trainer))
         self._methods.replace(trainer, "training_step", self._micro_step)
-        if hasattr(trainer, "_run_epoch"):  # not in transformers 4
-            self._methods.replace(trainer, "_run_epoch", self._reporting)
+        for name in ("_run_epoch", "_evaluate", "_save_checkpoint"):
+            if hasattr(trainer, name):  # transformers 4 has no `_run_epoch`
+                self._methods.replace(trainer, name, self._reporting)
         self._reads_lags = bool(compat.devices.accelerators(devices)) and not trainer.is_deepspeed_enabled
         """Whether to read how far the device lags. Under DeepSpeed, accelerate runs the optimizer's step within the
         backward (`DeepSpeedEngineWrapper.backward`), so that a micro-step is not one of the model only."""

@@ -19,20 +19,22 @@ import copy
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import adopt, describe, put_on, spec_of
+from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import installation
 from hf_ckpt.attach.switches import carriers, is_on
 from hf_ckpt.engines.host_memory import lane_of
 from hf_ckpt.engines.state import StepState
-from hf_ckpt.errors import HfCkptError, OutOfPlansError
+from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
+from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
@@ -41,6 +43,8 @@ from hf_ckpt.training.out_of_memory import report
 
 log = logging.getLogger(__name__)
 
+_without_blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models of Trainers for which there is no plan, so that their steps run without a guard."""
 _State = tuple[tuple[int, int], ...]
 """(id, version) of each of some tensors. If two states are equal, no tensor has changed."""
 
@@ -218,10 +222,17 @@ def guarded_training_step(
 ) -> Any:
     """Run `training_step(model, inputs, ...)` of a Trainer under its guard, which the first call creates."""
     guard = getattr(trainer, "oom_guard", None)
+    if model in _without_blocks:
+        return training_step(model, inputs, *args, **kwargs)
     if guard is None or guard.model is not model:
         groups = getattr(trainer.optimizer, "param_groups", ())
         also = [parameter for group in groups for parameter in group["params"]]
-        guard = trainer.oom_guard = OomGuard(model, also=also)
+        try:
+            guard = trainer.oom_guard = OomGuard(model, also=also)
+        except NoBlocksError as error:  # no reason to end a training that may have enough memory
+            warn_once(log, "hf_ckpt: the guard leaves this training alone: %s", error)
+            _without_blocks.add(model)
+            return training_step(model, inputs, *args, **kwargs)
     counters = compat.transformers.counters_of(trainer)
 
     def step() -> Any:
@@ -232,16 +243,29 @@ def guarded_training_step(
     return guard(step)
 
 
-def guard_trainers() -> contextlib.AbstractContextManager[Any]:
-    """Make a context in which every Trainer of the process runs its steps under a guard."""
+@contextlib.contextmanager
+def guard_trainers() -> Iterator[set[str]]:
+    """Context manager in which every Trainer of the process trains under a guard.
+
+    `with` returns the classes of the Trainers whose steps were guarded so far.
+    """
     from transformers import Trainer  # slow to import, and most of hf_ckpt works without it
 
-    original = Trainer.training_step
+    guarded: set[str] = set()
 
-    def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        return guarded_training_step(trainer, functools.partial(original, trainer), *args, **kwargs)
+    def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def training_step(*step: Any, **options: Any) -> Any:
+            guarded.add(type(trainer).__name__)
+            return guarded_training_step(trainer, *step, **options)
 
-    return mock.patch.object(Trainer, "training_step", training_step)
+        with Replaced() as methods:
+            # On the Trainer itself: some classes have a method of their own that never calls that of `Trainer`.
+            methods.replace(trainer, "training_step", training_step)
+            return original(trainer, *args, **kwargs)
+
+    with Replaced() as methods:
+        methods.replace(Trainer, "train", train)
+        yield guarded
 
 
 # --- tighter plans ----------------------------------------------------------------------------------------------------
@@ -272,7 +296,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     blocks = find_blocks(base)
     if not record.enabled and (record.plan.active() or record.plan.head != "full"):
         put_on(blocks, record)
-        return f"the installed plan (`{record.spec.policy}`)"
+        return f"the installed plan ({record.plan.summary()})"
     head = None if exact else vocabulary_head(base)
     # As `attach` refuses it: a replaced `forward` may compute more. FSDP frees the head's weight between calls.
     chunks = head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base)

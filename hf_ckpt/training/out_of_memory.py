@@ -28,13 +28,25 @@ REPORTED = "_hf_ckpt_reported"
 """Attribute of an error that was reported."""
 LARGEST = 10
 """Number of tensors that a report lists."""
+PLACES = {
+    # The outer ones come first: an evaluation may generate, and both run forwards.
+    "evaluation": {"evaluate", "predict"},
+    "generation": {"generate", "generate_batch"},
+    "saving": {"_save_checkpoint", "save_model", "save_pretrained"},
+    "loading of a batch": {"get_batch_samples", "_next_data"},
+    "backward": {"_engine_run_backward"},  # torch's call of autograd's engine, in `torch.autograd.graph`
+    "forward": {"compute_loss"},
+}
+"""What runs -> the functions that run it, of the Trainer, transformers or torch."""
+LESS = 'a policy that keeps less, `"head": "auto"`, or fewer tokens; `hf-ckpt plan` compares them'
 ADVICE = {
     "evaluation": "a smaller `per_device_eval_batch_size`, or a `preprocess_logits_for_metrics`",
+    "generation": "fewer or shorter completions at a time; no activations are kept for a backward here",
     "optimizer": 'an optimizer with a smaller state, such as `optim="adamw_8bit"`, or LoRA',
+    "backward": LESS,
+    "forward": LESS,
 }
-"""What ran -> what needs less memory there."""
-LESS = 'a policy that keeps less, `"head": "auto"`, or fewer tokens; `hf-ckpt plan` compares them'
-"""What needs less in a forward or backward."""
+"""What runs -> what needs less memory there, as far as that is known."""
 
 
 def report(error: BaseException, model: nn.Module | None = None) -> None:
@@ -50,18 +62,36 @@ def report(error: BaseException, model: nn.Module | None = None) -> None:
     if isinstance(error, OutOfPlansError) or hasattr(error, REPORTED) or not compat.devices.is_out_of_memory(error):
         return
     vars(error)[REPORTED] = True
+    try:
+        _write(error, model)
+    except Exception as failure:  # variables may hold anything; the error of the training must reach the caller
+        log.error("hf_ckpt: out of memory: %s (no report: %s)", reason_of(error), reason_of(failure))
+
+
+def place_of(error: BaseException) -> str:
+    """Return what ran out of memory: `optimizer`, or a key of `PLACES`; empty if that is not known."""
+    return _what_ran(_frames(error))
+
+
+def _frames(error: BaseException) -> list[types.FrameType]:
     # Without the caller's frame, which still runs: until it ends, Python would keep a copy of its variables.
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+
+
+def _write(error: BaseException, model: nn.Module | None) -> None:
+    """Write the report of an error."""
+    frames = _frames(error)
     objects = [frame.f_locals.get("self") for frame in frames]
     trainer: Any = next((value for value in objects if hasattr(value, "callback_handler")), None)
-    model = getattr(trainer, "model", model)
+    model = getattr(trainer, "model", model) or _model_in(frames)
     if model is None:
         return
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    what = _what_ran(frames)
     running = [names[id(value)] for value in objects if id(value) in names]
-    place = f"{what} of {running[-1]}" if running else what  # what autograd has saved runs without Python
-    lines = [f"hf_ckpt: out of memory in the {place}: {reason_of(error)}"]
+    what = _what_ran(frames) or ("forward" if running else "")
+    # What autograd has saved runs without Python, so that no module is known.
+    parts = [f" in the {what}" if what else "", f" of {running[-1]}" if what and running else ""]
+    lines = [f"hf_ckpt: out of memory{''.join(parts)}: {reason_of(error)}"]
     for device in compat.devices.accelerators(compat.distributed.devices_of_model(model)):
         with contextlib.suppress(RuntimeError):  # an allocator without statistics
             memory = compat.devices.allocator_bytes(device)
@@ -71,7 +101,8 @@ def report(error: BaseException, model: nn.Module | None = None) -> None:
         record = installation(model)
         plan = record.plan if record is not None and record.enabled else "no plan of hf_ckpt is enabled"
         lines.append(str(plan))
-    lines.append(f"less memory: {ADVICE.get(what, LESS)}")
+    if what in ADVICE:
+        lines.append(f"less memory: {ADVICE[what]}")
     text = "\n  ".join(lines)
     log.error("%s", text)
     with contextlib.suppress(OSError, AttributeError):  # no folder, or no Trainer
@@ -80,16 +111,21 @@ def report(error: BaseException, model: nn.Module | None = None) -> None:
         compat.devices.write_snapshot(path.with_suffix(".pickle"))
 
 
+def _model_in(frames: Iterable[types.FrameType]) -> nn.Module | None:
+    """Return the first Hugging Face model in variables of these calls, with its wrappers; None without one."""
+    values = (value for frame in frames for value in frame.f_locals.values())
+    # By their types: proxies run code when they are asked for their class.
+    modules = (value for value in values if issubclass(type(value), nn.Module))
+    kind = compat.transformers.PreTrainedModel
+    return next((module for module in modules if any(isinstance(part, kind) for part in module.modules())), None)
+
+
 def _what_ran(frames: Iterable[types.FrameType]) -> str:
-    """Return what an error has ended: a key of `ADVICE`, `forward` or `backward`."""
+    """Return what an error has ended: `optimizer`, or the first key of `PLACES` that fits; empty if none does."""
     if any(isinstance(frame.f_locals.get("self"), torch.optim.Optimizer) for frame in frames):
         return "optimizer"
     functions = {frame.f_code.co_name for frame in frames}
-    # Before `forward`, which an evaluation runs, too. It is the Trainer's method.
-    if "evaluate" in functions:
-        return "evaluation"
-    # torch's call of autograd's engine, in `torch.autograd.graph`.
-    return "backward" if "_engine_run_backward" in functions else "forward"
+    return next((what for what, names in PLACES.items() if names & functions), "")
 
 
 def _largest_variables(frames: Iterable[types.FrameType], names: dict[int, str]) -> list[str]:
@@ -98,8 +134,12 @@ def _largest_variables(frames: Iterable[types.FrameType], names: dict[int, str])
     for frame in frames:
         where = names.get(id(frame.f_locals.get("self")), frame.f_code.co_name)
         for name, value in frame.f_locals.items():
-            if isinstance(value, torch.Tensor):
-                storage = compat.distributed.local(value).untyped_storage()
-                # By address: several variables may share one storage.
-                sizes[storage.data_ptr()] = storage.nbytes(), f"variable `{name}` {list(value.shape)} in {where}"
+            if not issubclass(type(value), torch.Tensor):
+                continue
+            with contextlib.suppress(RuntimeError, ValueError):  # parameters of lazy modules have no shape yet
+                # One that torch.func has wrapped has no storage, and a sparse one has two.
+                for part in compat.torch.parts_with_storage(value):
+                    storage = part.untyped_storage()
+                    # By address: several variables may share one storage.
+                    sizes[storage.data_ptr()] = storage.nbytes(), f"variable `{name}` {list(value.shape)} in {where}"
     return [f"{name}: {format_bytes(size)}" for size, name in sorted(sizes.values(), reverse=True)[:LARGEST]]

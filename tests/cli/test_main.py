@@ -104,6 +104,23 @@ def test_a_script_that_enables_nothing_is_told_so_and_the_hooks_come_off(in_proc
     assert times == (ending not in ("sys.exit(7)", "raise ValueError"))
 
 
+@pytest.mark.parametrize("fails", ["model.model.layers[1].mlp.up_proj", "torch.nn.Identity()"])
+def test_memory_that_runs_out_without_a_trainer_is_reported(in_process, caplog, fails):
+    """With the module of the model that ran, if one did."""
+    script = LOOP.partition("tiny_model(")[0] + (
+        "from helpers.failing import run_out\nimport torch\n"
+        f"model = tiny_model('llama').train()\nfailing = {fails}\nfailing.register_forward_pre_hook(run_out)\n"
+        "model(**tiny_batch('llama'), use_cache=False)\nfailing(torch.ones(3))\n"
+    )
+    (in_process / "loop.py").write_text(script)
+    with pytest.raises(torch.OutOfMemoryError):
+        main(["loop.py"])
+    (report,) = [text for text in told(caplog) if "out of memory" in text]
+    place = " in the forward of model.layers.1.mlp.up_proj" if "mlp" in fails else ""
+    assert report.startswith(f"hf_ckpt: out of memory{place}: OutOfMemoryError: ")
+    assert "no plan of hf_ckpt is enabled" in report
+
+
 TRAINS = """
 from pathlib import Path
 import transformers

@@ -22,7 +22,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OutOfPlansError, PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.training import callback
+from hf_ckpt.training import callback, out_of_memory
 from hf_ckpt.training.callback import MemoryTimeCallback
 from hf_ckpt.training.out_of_memory import REPORT_FILE
 
@@ -265,6 +265,21 @@ def test_a_file_that_cannot_be_written_is_warned_of_once(make, said, tmp_path, c
     assert f"{tmp_path / callback.METRICS_FILE}' cannot be written: {said}" in warning
 
 
+class Generating(transformers.Trainer):
+    """Generates before each step, like TRL's."""
+
+    def _prepare_inputs(self, inputs):
+        self.model.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False)
+        return super()._prepare_inputs(inputs)
+
+
+class Rewarding(transformers.Trainer):
+    """Runs out of memory in something of its own before each step."""
+
+    def _prepare_inputs(self, inputs):
+        run_out()
+
+
 EVALUATES = {"evaluate": True, "eval_strategy": "steps", "eval_steps": 1}
 RUNS_OUT = {
     "forward of model.layers.2.mlp": ({}, "fewer tokens"),
@@ -272,6 +287,11 @@ RUNS_OUT = {
     "backward": (OFF, "fewer tokens"),
     "optimizer": ({}, "adamw_8bit"),
     "evaluation of model.layers.2.mlp": (EVALUATES, "eval_batch"),
+    "evaluation of model.layers.1.mlp": ({"evaluate": True, "eval_on_start": True}, "eval_batch"),
+    "generation of model.layers.1.mlp": ({"kind": Generating}, "completions"),
+    "saving": ({"save_strategy": "steps", "save_steps": 1}, "full 0-3"),  # the plan: no advice follows it
+    "loading of a batch": ({}, "full 0-3"),
+    "": ({"kind": Rewarding}, "full 0-3"),
 }
 
 
@@ -280,13 +300,16 @@ RUNS_OUT = {
 def test_the_report_says_where_memory_ran_out(place, tmp_path, caplog):
     """Once in the log and once in a file; the error passes, and the Trainer has its own methods again."""
     options, advice = RUNS_OUT[place]
-    what = re.match(r"\w+", place)[0]
-    if what in ("optimizer", "evaluation") and not hasattr(transformers.Trainer, "_run_epoch"):
+    what = place.split(" of ")[0]
+    if what in ("optimizer", "loading") and not hasattr(transformers.Trainer, "_run_epoch"):
         pytest.skip("transformers 4 runs these in one method with all else")
     run = trainer(tmp_path, **options)
     calls = []
 
     def fail(module, *_):
+        _sparse = torch.ones(2, 2).to_sparse()
+        _without_storage = torch.ones(2, 2).to_sparse_csr()
+        _without_values = torch.nn.UninitializedParameter()
         calls.append(module)  # under `full`, the second call is the recomputation
         if not module.training if what == "evaluation" else len(calls) == 1 + (what == "backward"):
             run_out()
@@ -294,19 +317,46 @@ def test_the_report_says_where_memory_ran_out(place, tmp_path, caplog):
     if what == "optimizer":
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
         run.optimizer.register_step_pre_hook(run_out)
+    elif what == "saving":
+        run.model.save_pretrained = lambda *_, **__: run_out()
+    elif what == "loading":
+        run.data_collator = run_out
     elif options == OFF:
         run.model.get_parameter("model.layers.3.mlp.down_proj.weight").register_hook(run_out)
-    else:
+    elif place:
         run.model.get_submodule(place.split(" of ")[1]).register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)):
         run.train()
     report = (tmp_path / REPORT_FILE).read_text()
-    assert report.startswith(f"hf_ckpt: out of memory in the {place}: OutOfMemoryError: {MESSAGE[:-1]}\n")
-    assert report.count("out of memory in") == sum("out of memory in" in text for text in messages(caplog)) == 1
-    assert "variable `" in report
+    where = f" in the {place}" if place else ""
+    assert report.startswith(f"hf_ckpt: out of memory{where}: OutOfMemoryError: {MESSAGE[:-1]}\n")
+    reports = sum("hf_ckpt: out of memory" in text for text in messages(caplog))
+    assert report.count("hf_ckpt: out of memory") == reports == 1
+    assert "variable `_without" not in report
     assert ("no plan" if options == OFF else "full 0") in report
     assert advice in report.splitlines()[-1]
     assert not {"training_step", "_run_epoch"} & vars(run).keys()
+
+
+def test_a_report_that_fails_hides_no_error(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "format_bytes", lambda _: 1 / 0)
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)):
+        trainer(tmp_path, kind=Rewarding).train()
+    text = f"hf_ckpt: out of memory: OutOfMemoryError: {MESSAGE[:-1]} (no report: ZeroDivisionError: division by zero)"
+    assert [message for message in messages(caplog) if "out of memory" in message] == [text]
+
+
+def test_the_callback_comes_after_the_flow_and_is_called_once(tmp_path):
+    """Also as the first of a list, and without a flow."""
+    for callbacks in ([MemoryTimeCallback, transformers.DefaultFlowCallback], [MemoryTimeCallback]):
+        run = trainer(tmp_path, max_steps=1)
+        ours = run.callback_handler.callbacks[-1 if "Memory" in str(run.callback_handler.callbacks[-1]) else -2]
+        later = [transformers.PrinterCallback()]
+        run.callback_handler.callbacks = [ours, *(kind() for kind in callbacks[1:]), *later]
+        run.train()
+        kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
+        assert kinds == [*(["DefaultFlowCallback"] * (len(callbacks) > 1)), "MemoryTimeCallback", "PrinterCallback"]
+    assert len(metrics(tmp_path, "start")) == 2
 
 
 def test_one_report_for_each_attempt_of_the_guard(tmp_path):

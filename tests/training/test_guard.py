@@ -257,6 +257,55 @@ def test_the_guard_on_the_command_line(tmp_path, monkeypatch, undisturbed):
     assert json.loads(out.read_text()) == [1, [SELECTIVE], undisturbed[0]]
 
 
+SCRIPT = """
+import torch
+from helpers.failing import Failing
+from helpers.trainers import FLAG, Rows, trainer
+from hf_ckpt.models.tiny import tiny_model
+
+class OwnStep(Failing):
+    at = (2,)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):  # like OnlineDPO of TRL
+        loss = self.compute_loss(model.train(), self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+class NoBlocks(torch.nn.Linear):
+    def forward(self, input_ids, **_):
+        return {"loss": super().forward(input_ids.float()).mean()}
+
+def train(model, **options):
+    run = trainer("out", model, rows=Rows(tokens=12), **{FLAG: False, f"{FLAG}_kwargs": None}, **options)
+    run.train()
+    return run
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "attempts", "said"),
+    [
+        ("trained = train(tiny_model('llama'), kind=OwnStep)", 1, []),
+        ("trained = train(NoBlocks(12, 1))", None, ["the guard leaves this training alone: "]),
+        ("trained = None", None, ["--oom-guard has guarded nothing, because no Trainer"]),
+    ],
+    ids=["own step", "no blocks", "no Trainer"],
+)
+def test_a_script_is_guarded_or_told_why_not(tmp_path, monkeypatch, caplog, capsys, line, attempts, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    end = "print(getattr(getattr(trained, 'oom_guard', None), 'attempts', None))\n"
+    (tmp_path / "script.py").write_text(f"{SCRIPT}{line}\n{end}")
+    assert __main__.main(["--oom-guard", "script.py"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(attempts)
+    warnings = [r.getMessage() for r in caplog.records if r.name.startswith("hf_ckpt") and r.levelname == "WARNING"]
+    warnings = [text for text in warnings if "the step is run again" not in text]
+    assert len(warnings) == len(said)
+    assert all(part in text for part, text in zip(said, warnings, strict=True))
+
+
 # --- what cannot be retried, and what is left alone -------------------------------------------------------------------
 
 
@@ -433,7 +482,7 @@ def test_where_the_first_plan_comes_from():
     assert tighten(stock, exact=True) == OFFLOAD  # transformers' own checkpointing was `full` already
     waiting = tiny_model("llama")
     hf_ckpt.install(waiting, {"policy": "full", "layers": "0-1", "check_every": 7, "determinism_check": "none"})
-    assert "full" in tighten(waiting)
+    assert tighten(waiting) == "the installed plan (full on blocks 0-1 of 4)"
     assert len(hf_ckpt.describe(waiting).forwards) == 2
     assert tighten(waiting) == SELECTIVE
     spec = installation(waiting).spec
