@@ -193,6 +193,12 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     )
 
 
+def saves_nothing(levels: Collection[Level]) -> bool:
+    """Whether the blocks of a step ran, and none recorded a graph: only what is above them is trained."""
+    graphs = [level.has_graph for level in levels if level.what == "forwarded"]
+    return bool(graphs) and not any(graphs)
+
+
 def _places_of_calls(levels: Sequence[Level]) -> tuple[dict[CallName, int], dict[CallName, int]] | None:
     """The calls of a step: where their forwards begin, and where their backwards begin; None as for `step_of`."""
     forwards: dict[CallName, int] = {}

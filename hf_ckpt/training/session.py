@@ -50,7 +50,7 @@ from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell, warn_once
-from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, step_of
+from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.choose import best_plan
@@ -298,8 +298,8 @@ class Session:
         """Return the bytes of the budget that the plan of a batch leaves to a check."""
         planned = self.planned
         assert planned is not None
-        assert planned.plan.prediction is not None
-        return planned.limit_bytes - max(planned.measured_bytes or 0, planned.plan.prediction.peak_bytes)
+        prediction = planned.plan.prediction  # None if blocks save nothing, so that there is nothing to check
+        return planned.limit_bytes - max(planned.measured_bytes or 0, prediction.peak_bytes if prediction else 0)
 
     def described(self, description: Description) -> Description:
         """Return a description with the plans of the run, the smallest batch first, and the peak of the current one."""
@@ -507,7 +507,10 @@ class Session:
         self._passes = record.passes
         step = recorder.step(outside_peak_bytes)
         if step is None:
-            self._failed()
+            if saves_nothing(recorder.levels.levels()):
+                self._keep_all()
+            else:
+                self._failed()
             return None
         self._failures = 0
         # A head whose weight FSDP frees between calls cannot run in chunks.
@@ -516,6 +519,17 @@ class Session:
         self._forwards.learn(self.planned.batch.state)
         self._learn(self.planned, recorder, step)
         return alive_bytes
+
+    def _keep_all(self) -> None:
+        """Plan for a batch whose blocks save nothing: `keep` on all of them, which has nothing to predict."""
+        assert self.planned is not None
+        measurements = self._measurements
+        plan = self._plan_with(dict.fromkeys(measurements.blocks.keys() - measurements.fixed.keys(), self._actions[0]))
+        planned = dataclasses.replace(self.planned, plan=plan, phase=Phase.PLAN, tries={}, measured_bytes=0)
+        if not self.plans:
+            text = "hf_ckpt: %s: no block saves anything for the backward of %s, so that all have `%s`"
+            tell(text, self._name, planned.batch, self._actions[0])
+        self.plans[planned.batch] = planned
 
     def _learn(self, planned: Planned, recorder: Recorder, step: Step) -> None:
         """Store what a measured step has shown."""

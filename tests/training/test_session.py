@@ -29,7 +29,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL
+from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import RACE_STEPS, Phase
 
@@ -306,6 +306,21 @@ def test_steps_that_cannot_be_measured_are_given_up(compiles, monkeypatch, caplo
     assert installation(model).session.measured_steps == 8
     assert hf_ckpt.describe(model).measuring == "gave up after 8 steps in a row that could not be measured"
     assert not dispatch_modes()
+
+
+def test_blocks_that_save_nothing_are_kept(capsys):
+    """Only the head is trained. Once a block is trained, too, steps are measured."""
+    model = model_of("llama")
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    budgeted(model, half(), check_every=1)
+    plans = run(model, [BATCH] * 3)
+    assert [set(plan) for plan in plans] == [{FULL}, {KEEP}, {KEEP}]
+    assert capsys.readouterr().err.count("no block saves anything for the backward of 4 x 64 tokens") == 1
+    assert (current(model).phase, hf_ckpt.describe(model).measuring) == (Phase.PLAN, None)
+    model.model.layers[0].requires_grad_(True)
+    run(model, [BATCH] * PLANNED)
+    assert current(model).plan.prediction.peak_bytes <= half()
 
 
 # --- batches of many shapes -------------------------------------------------------------------------------------------
