@@ -155,7 +155,7 @@ def costs_of_step(
         full: the step. A block that is called several times occurs several times.
         blocks: the block of each call.
         trials: call -> action that it may have -> what it needs under it.
-        actions: all of these, those that keep most first.
+        actions: those to choose from, those that keep most first. Fixed blocks may have others.
     """
     costs = []
     alive_bytes = full.before.net
@@ -178,7 +178,7 @@ def costs_of_step(
     # Under `full` a call leaves only its output, the hidden states of the next one. Stacks may differ in size.
     input_bytes = statistics.median(call.forward.net for call in full.calls)
     return Costs(
-        actions=tuple(actions),
+        actions=tuple(dict.fromkeys(itertools.chain(actions, *costs))),
         calls=tuple(calls),
         before=full.before,
         at_backward_bytes=at_backward_bytes,
@@ -237,7 +237,11 @@ def _cost(call: Call, trial: Trial, casts: int, is_first: bool) -> Cost:
 
 
 def with_offloading(
-    costs: Costs, host_bandwidth: float, launch_nanoseconds: int, host_limit: int | None
+    costs: Costs,
+    host_bandwidth: float,
+    launch_nanoseconds: int,
+    host_limit: int | None,
+    fixed: Collection[str] = (),
 ) -> list[Costs]:
     """For each action that offloads, `costs` with it for as many calls as fit into host memory.
 
@@ -249,13 +253,15 @@ def with_offloading(
         launch_nanoseconds: time to start an operation.
         host_limit: bytes of host memory that may be used. Buffers there are rounded up to powers of two. None for no
             offloading.
+        fixed: names of blocks whose action is not chosen.
     """
     if host_limit is None or not host_bandwidth:
         return [costs]
     candidates = []
     for base, moved in OFFLOADED.items():
         # Not the last call, whose backward follows at once.
-        places = [place for place, call in enumerate(costs.calls[:-1]) if base in call.costs]
+        movable = [place for place, call in enumerate(costs.calls[:-1]) if call.block.name not in fixed]
+        places = [place for place in movable if base in costs.calls[place].costs]
         sizes = dict.fromkeys(places, costs.input_bytes)
         if base != FULL:
             sizes = {place: max(0, costs.calls[place].costs[base].kept_bytes) for place in places}

@@ -572,7 +572,8 @@ class Session:
         device = this_device(self._devices)
         costs = self._measurements.costs(batch)
         costs = dataclasses.replace(costs, has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help)
-        with_host = with_offloading(costs, device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget)
+        host = device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget
+        with_host = with_offloading(costs, *host, self._measurements.fixed)
         limit = self._limit_bytes
         first, hints = self._entrant(self._actions, with_host, limit)
         entrants = [first]

@@ -1,17 +1,25 @@
 """A policy for each stack: a tower is left as it is, and the other stacks get a plan within a budget."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.adapters import lora_config
+from helpers.lanes import Eager, lanes_of
 from helpers.others import other_model
-from helpers.steps import assert_same, enable, step
+from helpers.steps import assert_same, enable, planned, step
 from helpers.unusual_models import unusual_batch, unusual_model
 from peft import get_peft_model
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
+from hf_ckpt.costs.costs import with_offloading
+from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import FULL, OFFLOAD, Action
+from hf_ckpt.training import session
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 
@@ -67,6 +75,38 @@ def test_a_budget_plans_the_other_stacks_only(name, fixed):
     frozen = name == "llava, adapters"
     assert any(found.recomputed.get(block) for block in tower) == (fixed == "selective" and not frozen)
     assert any(count for block, count in found.recomputed.items() if block not in tower)
+
+
+ACTIONS = {  # what a rule says of a stack -> the action of its blocks
+    "offload": ({"policy": "offload"}, OFFLOAD),
+    "full": ({"policy": "full"}, FULL),
+    "saves linear": ({"policy": "selective", "save": ["linear"]}, Action("selective", ("linear",))),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_a_rule_may_have_an_action_that_no_plan_chooses(name, monkeypatch):
+    """Its blocks keep their action, and others may offload."""
+    rule, action = ACTIONS[name]
+    bandwidth = {"host_bandwidth": 1e9, "launch_nanoseconds": 1}
+    monkeypatch.setattr(session, "this_device", lambda devices: dataclasses.replace(this_device(devices), **bandwidth))
+    monkeypatch.setattr(session, "with_offloading", lambda *args: costs.extend(with_offloading(*args)) or costs)
+    costs = []
+    model, batch = tiny_model("t5", layers=2), tiny_batch("t5", batch=2, tokens=16)
+    expected = step(model, batch)
+    rules = [{"stack": "encoder", **rule}]
+    with lanes_of(Eager):
+        planned(model, {"policy": "budget", "budget": "400KiB", "host_budget": "1GiB", "rules": rules})
+        for _ in range(18):
+            assert_same(expected, step(model, batch))
+            model.zero_grad(set_to_none=True)
+        found = hf_ckpt.describe(model)
+        assert found.measuring is None
+        assert [given for block, given in found.plan.actions if block.stack == "encoder"] == [action] * 2
+        assert sum(found.recomputed.values()) > 0
+    choices = [(call.block.stack, call.costs.keys()) for candidate in costs for call in candidate.calls]
+    assert {tuple(actions) for stack, actions in choices if stack == "encoder"} == {(action,)}
+    assert any(OFFLOAD in actions for stack, actions in choices if stack == "decoder")
 
 
 @pytest.mark.parametrize(
