@@ -140,8 +140,8 @@ class Race:
         return len(self.ratios.get(entrant.allowed, ()))
 
     def _corrected(self, entrant: Entrant) -> Entrant:
-        """The entrant with the time that steps have shown; with its prediction if none was raced, as when all plans are
-        the same, or when other ranks did not race."""
+        """The entrant with the time that steps have shown; with its prediction if none was raced, because all plans
+        are the same."""
         ratios = self.ratios.get(entrant.allowed)
         if not ratios:
             return entrant

@@ -24,7 +24,11 @@ No batch ends a run: if no plan fits, the session uses the one with the lowest p
 
 What a step needs also depends on which parameters are trained, their bytes, and autocast's type. In another state of
 the model, steps are measured again. Once an optimizer has stepped for the first time, so that its state exists, they
-are measured again, too. Each rank has its own session, because actions do not change the collective operations.
+are measured again, too.
+
+Each rank has its own session, because actions do not change the collective operations. Sessions of ranks tell each
+other nothing: ranks may run other numbers of forwards, and one that asked in a forward could wait for ever. They also
+race by themselves: waiting for a slower rank takes the same time under every plan.
 
 Who does what: a `Recorder` measures one step, `measurements` has what is known of blocks, `conditions` what a step and
 its plan depend on, and `phases` decides what a step is for, and which plan is the fastest.
@@ -220,9 +224,6 @@ class Session:
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
         self.entered: Entered | None = None
         """The plans that race, or that have raced."""
-        self._asks_ranks = compat.distributed.is_distributed()
-        """Whether ranks tell each other what they do: until all of them have plans. After that, no rank may race, since
-        the others would not join."""
 
     def _begin_with(self, blocks: FoundBlocks, record: Installation) -> None:
         """Forget all measurements and plans, and measure these blocks."""
@@ -257,8 +258,6 @@ class Session:
         if start_bytes is not None:
             self._measurements.learn_start(batch, start_bytes)
         planned = self._next(batch)
-        if self._asks_ranks:
-            planned = self._with_other_ranks(planned)
         for name, tries in planned.tries.items():
             # Makes the functions that recomputations will try, so that `exchange` puts their hooks on the blocks.
             record.functions.trials(name, tries)
@@ -367,9 +366,7 @@ class Session:
         if phase_of(progress) is Phase.TIME:
             return self._keeping_least(batch, Phase.TIME, timed)
         self.entered = self._enter(batch)
-        # Of several ranks, one alone must not race: the others would wait for it in each of its steps.
-        may_race = self._asks_ranks or not compat.distributed.is_distributed()
-        entrant = self._race.next(self.entered.entrants) if may_race else None
+        entrant = self._race.next(self.entered.entrants)
         progress = dataclasses.replace(progress, has_raced=entrant is None)
         if entrant is not None and phase_of(progress) is Phase.RACE:
             return Planned(batch, self._limit_bytes, entrant.plan, phase=Phase.RACE)
@@ -400,20 +397,6 @@ class Session:
         chosen = {**measurements.fixed, **actions}
         rows = tuple((block, chosen.get(name, self._least)) for name, block in measurements.blocks.items())
         return Plan(self._family, self._name, rows, prediction, self._spec.head)
-
-    # --- other ranks ---
-
-    def _with_other_ranks(self, planned: Planned) -> Planned:
-        """Race in the same steps as all other ranks. All ranks must call it.
-
-        One that raced alone would keep the others waiting. So if one rank races while another one still measures, the
-        first takes the plan that is the fastest as far as is known. Once all ranks have plans, they tell each other
-        nothing more.
-        """
-        phases = set(compat.distributed.of_all_ranks(planned.phase.value))
-        self._asks_ranks = not phases <= {Phase.PLAN.value, Phase.GIVEN_UP.value}
-        races_alone = planned.phase is Phase.RACE and len(phases) > 1
-        return self._plan_of_winner(self.entered) if races_alone and self.entered is not None else planned
 
     # --- a step ---
 

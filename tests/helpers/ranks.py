@@ -18,8 +18,8 @@ class Case:
     """A model, how ranks share it, and a few steps."""
 
     by: str
-    """`ddp`, `fsdp1`, `fsdp2`, `trainer` (with DDP), `zero2` or `zero3` (the Trainer with DeepSpeed), or `accelerate`
-    (its own FSDP2)."""
+    """`ddp`, `fsdp1`, `fsdp2`, `trainer` (with DDP), `zero2` or `zero3` (the Trainer with DeepSpeed), `accelerate`
+    (its own FSDP2), or `alone` (only the first rank trains)."""
     family: str = "llama"
     specs: tuple[dict[str, Any], ...] = ({"policy": "full"},)
     """One for each rank, or one for all."""
@@ -30,6 +30,8 @@ class Case:
     steps: int = 1
     accumulate: int = 1
     """Micro-steps of a step; only the last one exchanges gradients."""
+    more: int = 0
+    """Micro-steps that ranks have more in turn."""
     pair: bool = False
     """Whether a micro-step is two forwards and one backward."""
     order: str = "before"
@@ -43,6 +45,8 @@ class Case:
     dropout: float = 0.0
     tokens: tuple[int, ...] = (16,)
     """The sequence length for each rank, or for all."""
+    turns: bool = False
+    """Whether lengths go on to the next rank after each forward."""
 
     @property
     def forwards(self) -> int:
@@ -53,6 +57,11 @@ class Case:
     def compiled(self) -> bool:
         """Whether hf_ckpt compiles blocks. Compiled kernels round differently, so gradients are not bit-equal."""
         return any("compile" in spec for spec in self.specs)
+
+    @property
+    def budget(self) -> bool:
+        """Whether ranks measure and plan."""
+        return any("budget" in spec for spec in self.specs)
 
     def blocks(self) -> list[str]:
         """Names of all blocks."""

@@ -22,7 +22,7 @@ def cases(part):
     return {name: Case(**row) for name, row in TABLE[part].items()}
 
 
-FSDP2, OWNERS, DDP, TRAINER, CONTROL = map(cases, ("fsdp2", "owners", "ddp", "trainer", "control"))
+FSDP2, OWNERS, DDP, BUDGET, TRAINER, CONTROL = map(cases, ("fsdp2", "owners", "ddp", "budget", "trainer", "control"))
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
 
 
@@ -31,7 +31,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The results of the cases whose tests are selected."""
     tests = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
     names = {item.callspec.params["name"] for item in tests}
-    cases = {name: case for name, case in (FSDP2 | OWNERS | DDP | TRAINER | CONTROL).items() if name in names}
+    cases = {name: case for name, case in (FSDP2 | OWNERS | DDP | BUDGET | TRAINER | CONTROL).items() if name in names}
     return run_on_ranks(cases, tmp_path_factory.mktemp("ranks"))
 
 
@@ -72,6 +72,19 @@ def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
         assert result["same_keys"]
         assert result["chunked_heads"] == 0
         assert ("its parameters are sharded or moved" in result["messages"]) == ("head" in case.specs[0])
+
+
+@pytest.mark.parametrize("name", BUDGET)
+def test_ranks_measure_and_plan_without_waiting_for_each_other(ranks: Results, name: str) -> None:
+    """Whatever each of them runs, hf_ckpt adds no collective. The worker has compared gradients."""
+    trained = [result for result in each_rank(ranks, name) if result]
+    assert len(trained) == (1 if BUDGET[name].by == "alone" else 2)
+    for result in trained:
+        without, with_plans = result["collectives"]
+        assert with_plans == without
+        assert result["measuring"] is None
+        assert result["raced"] > 1
+        assert sum(result["recomputed"].values()) > 0
 
 
 @pytest.mark.parametrize("name", TRAINER)

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import faulthandler
 import functools
-import itertools
 import json
 import os
 import sys
@@ -46,6 +45,7 @@ from transformers import TrainerCallback
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.record import installation
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -70,6 +70,8 @@ def build(case: Case) -> nn.Module:
 
 def wrapped(model: nn.Module, case: Case) -> nn.Module:
     """The model as ranks share it."""
+    if case.by == "alone":
+        return model
     blocks = find_blocks(model).modules.values()
     if case.by == "ddp":
         return DistributedDataParallel(model, **case.options)
@@ -119,9 +121,16 @@ def counts(model: nn.Module, calls: dict[str, int] | None, texts: list[str]) -> 
 def loss_of(model: nn.Module, case: Case, number: int) -> torch.Tensor:
     """The loss of a micro-step; every rank and micro-step has its own batch."""
     rank = dist.get_rank()
-    sizes = {"batch": 2 if case.share is None else 3, "tokens": case.tokens[rank % len(case.tokens)]}
-    seeds = (10 * number + 2 * rank, 10 * number + 2 * rank + 1)
-    first, second = (tiny_batch(case.family, seed=seed, **sizes) for seed in seeds)
+    rows = 2 if case.share is None else 3
+    first, second = (
+        tiny_batch(
+            case.family,
+            seed=10 * number + 2 * rank + place,
+            batch=rows,
+            tokens=case.tokens[(rank + (number + place if case.turns else 0)) % len(case.tokens)],
+        )
+        for place in (0, 1)
+    )
     if case.model == "headless":
         first.pop("labels")
         return model(**first).last_hidden_state.square().mean()
@@ -134,8 +143,9 @@ def train(shared: nn.Module, case: Case, watch: budgets.Watch | None = None) -> 
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.AdamW([p for p in shared.parameters() if p.requires_grad], lr=1e-3)
     losses, gradients = [], {}
-    for step, micro in itertools.product(range(case.steps), range(case.accumulate)):
-        last = micro == case.accumulate - 1
+    micros = [case.accumulate + case.more * ((step + dist.get_rank()) % 2) for step in range(case.steps)]
+    for step, micro in ((step, micro) for step, number in enumerate(micros) for micro in range(number)):
+        last = micro == micros[step] - 1
         if isinstance(shared, FSDPModule):
             shared.set_requires_gradient_sync(last)
         waits = shared.no_sync() if not last and hasattr(shared, "no_sync") else contextlib.nullcontext()
@@ -158,13 +168,16 @@ def train(shared: nn.Module, case: Case, watch: budgets.Watch | None = None) -> 
 
 
 def in_loop(case: Case) -> dict[str, Any]:
-    counted = case.by == "fsdp2" and not case.compiled
+    if case.by == "alone" and dist.get_rank():
+        return {}
+    counted = (case.by == "fsdp2" or case.budget) and not case.compiled
     plain, theirs, ours = build(case), Collectives(), Collectives()
     keys = list(plain.state_dict())
     if "mlp" in case.specs[0]:
         split_by_hand(plain, case.specs[0]["mlp"])
+    shared_plain = wrapped(plain, case)
     with theirs if counted else contextlib.nullcontext():
-        expected = train(wrapped(plain, case), case)
+        expected = train(shared_plain, case)
     with every_message() as texts:
         model = build(case)
         shared = wrapped(model, case) if case.order == "after" else None
@@ -182,9 +195,12 @@ def in_loop(case: Case) -> dict[str, Any]:
     else:
         assert_same(expected, found)
     described = hf_ckpt.describe(shared)
+    raced = len(installation(find_blocks(model).base).session._race.ratios) if case.budget else 0
     return {
         **counts(shared, calls, texts),
         "collectives": [theirs.met, ours.met],
+        "measuring": described.measuring,
+        "raced": raced,
         "chunked_heads": described.chunked_heads,
         "in_graphs": list(described.in_graphs),
         "by_others": list(described.compiled_by_others),
@@ -338,7 +354,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         return under_budget(case)
     if case.by == "accelerate":
         return in_accelerate(case)
-    return in_loop(case) if case.by in ("ddp", "fsdp1", "fsdp2") else in_trainer(case, folder)
+    return in_loop(case) if case.by in ("ddp", "fsdp1", "fsdp2", "alone") else in_trainer(case, folder)
 
 
 def main() -> None:

@@ -39,13 +39,16 @@ def raced(entrants, spent):
     return race, steps
 
 
-def test_whole_steps_decide_whatever_was_predicted():
-    """Each plan runs in turn. One slow step decides nothing; and what the winner is said to take is what it took."""
+@pytest.mark.parametrize("wait", [0, 7])
+def test_whole_steps_decide_whatever_was_predicted(wait):
+    """Each plan runs in turn. One slow step decides nothing; and what the winner is said to take is what it took. A
+    rank that waits some seconds for a slower one in each step has the same winner as without it."""
     entrants = [entrant(SELECTIVE, 1.0, (KEEP, SELECTIVE, FULL)), entrant(FULL, 2.0, (KEEP, FULL))]
-    race, steps = raced(entrants, {SELECTIVE: [3_000_000_000] * 3, FULL: [9_000_000_000, 2_500_000_000, 2_500_000_000]})
+    spent = {SELECTIVE: [3.0, 3.0, 3.0], FULL: [9.0, 2.5, 2.5]}
+    race, steps = raced(entrants, {way: [int((wait + own) * 1e9) for own in times] for way, times in spent.items()})
     assert steps == [SELECTIVE, FULL] * RACE_STEPS
     winner = race.winner(entrants)
-    assert (winner.plan, winner.seconds) == (entrants[1].plan, 2.5)
+    assert (winner.plan, winner.seconds) == (entrants[1].plan, wait + 2.5)
 
 
 def test_a_batch_of_another_shape_needs_no_race_of_its_own():

@@ -18,8 +18,10 @@ import torch
 import transformers
 from helpers.adapters import with_lora
 from helpers.planned import budgeted, live_peak, model_of, raced
+from helpers.ranks import one_rank
 from helpers.snapshots import snapshot
 from helpers.steps import assert_near, assert_same, cache_argument, enable, gradients, planned, step, without_cache
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +29,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.measure.levels import Levels
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP
@@ -127,6 +130,43 @@ def test_a_run_is_measured_and_planned_for(caplog, monkeypatch):
     assert planned.measured_bytes == pytest.approx(real, rel=0.002)
     assert caplog.text.count("planned for 4 x 64 tokens") == 1
     assert "of this plan, without other models" in str(described)  # a count of live tensors does not see them
+
+
+def test_a_measured_step_ends_before_ddp_waits_for_other_ranks(monkeypatch):
+    """So a rank that races sees its own time only. Here, gradients of other ranks arrive when the step has ended; DDP
+    waits for them, so a step that ended after that would never end."""
+    model = model_of("llama", layers=2)
+    budgeted(model, "9MiB")
+    waiting, ended = [], []
+
+    def exchange(state, bucket):
+        future = torch.futures.Future()
+        waiting.append((future, bucket.buffer()))
+        if installation(model).session.recorder is None:
+            arrive()
+        return future
+
+    def arrive():
+        for future, buffer in waiting:
+            future.set_result(buffer)
+        waiting.clear()
+
+    def mark(levels, what, *more):
+        marked(levels, what, *more)
+        if what == "end":
+            ended.append(current(model).phase)
+            assert waiting
+            arrive()
+
+    marked = Levels.mark
+    monkeypatch.setattr(Levels, "mark", mark)
+    with one_rank():
+        shared = DistributedDataParallel(model)
+        shared.register_comm_hook(None, exchange)
+        for _ in range(PLANNED + 2):
+            shared(**without_cache(model, BATCH)).loss.backward()
+            model.zero_grad(set_to_none=True)
+    assert ended.count(Phase.RACE) >= 2 * RACE_STEPS
 
 
 # --- irregular steps --------------------------------------------------------------------------------------------------
