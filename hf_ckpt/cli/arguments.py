@@ -57,6 +57,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         text = ": ".join(filter(None, (field.help, ", ".join(field.choices))))
         if isinstance(field.default, bool):
             settings["action"] = "store_false" if field.default else "store_true"
+            back = "store_true" if field.default else "store_false"  # over what a file of --config says
+            parser.add_argument(
+                field.opposite, action=back, dest=field.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
         else:
             settings |= {"type": refused_in_words(field.read), "choices": field.choices or None}
             settings["metavar"] = field.metavar or ("NAME" if field.choices else None)

@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     print_progress(f"{training.model}: loading torch and transformers")
     from hf_ckpt.forecast.forecast import Forecaster
 
-    forecast = Forecaster(training, print_progress).answer()
+    saved_as = {} if arguments.out is None else {"saved_as": str(arguments.out)}
+    forecast = Forecaster(training, print_progress, **saved_as).answer()
     if program and forecast.plan:  # its files have other keys than `TrainingArguments`
         title = f"The spec, for {program} (docs/integrations.md says where)"
         forecast = dataclasses.replace(forecast, write={title: json.dumps(forecast.spec)})

@@ -70,15 +70,19 @@ class Static:
     gradients: int = 0
     """Bytes of the gradients of all trainable parameters."""
     buffers: int = 0
-    """Bytes of buffers and the batch. Under FSDP2, where `parameters` counts this rank's shards, also of the unsharded
-    parameters outside the blocks and the all-gather buffer; under DDP, of the copies of gradients in its buckets."""
+    """Bytes of buffers and the batch."""
+    buckets: int = 0
+    """Bytes of the copies of gradients in DDP's buckets."""
+    gathered: int = 0
+    """Bytes that FSDP2 gathers, where `parameters` counts this rank's shards: the unsharded parameters outside the
+    blocks, and the all-gather buffer."""
     step_bytes: int = 0
     """Temporary bytes of the optimizer's step, in addition to its state."""
 
     @property
     def always(self) -> int:
         """Bytes alive at every moment: everything but gradients and `step_bytes`."""
-        return self.parameters + self.optimizer + self.buffers
+        return self.parameters + self.optimizer + self.buffers + self.buckets + self.gathered
 
     @property
     def optimizer_peak_bytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.console import print_plain
 from hf_ckpt.forecast.devices import Device
+from hf_ckpt.forecast.optimizers import training_arguments
 from hf_ckpt.forecast.question import OF_THE_PLAN, Question, command_of
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.units import GIB, exact_size, format_bytes, format_seconds
@@ -25,8 +26,6 @@ HEADS = ("way to train it", "options to set", "peak", "step", "tokens/s", "fits"
 """Columns of the table of rows."""
 NONE = {"policy": "none"}
 """The spec without checkpointing."""
-_OPTIM = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "adamw8bit": "adamw_8bit", "lion": "lion_32bit"}
-"""Short names of optimizers -> their names in Trainer's `optim`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +135,16 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
         console.print(table)
 
 
-def answer_of(training: Question, device: Device, row: Row, budget_bytes: int) -> str:
-    """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second." """
+def answer_of(training: Question, device: Device, row: Row, budget_bytes: int, memory_bytes: int) -> str:
+    """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
+
+    `memory_bytes` is the memory of the device, or of the machine for a CPU.
+    """
     # "an A100", "an L4", "an RTX 4090", "an 80 GB ...": read aloud, these begin with a vowel.
     article = "an" if device.title[0] in "AEFHILMNORSX8" else "a"
     name = device.title if device.memory_bytes is None else f"{article} {device.title}"
     # A tiny model's figures in GiB would all be 0.0.
-    sizes = (row.peak_bytes, budget_bytes, device.memory_bytes or budget_bytes)
+    sizes = (row.peak_bytes, budget_bytes, memory_bytes)
     peak, budget, memory = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
     if row.fits:
         tokens = f", {row.tokens_per_second:,.0f} tokens a second" if row.tokens_per_second else ""
@@ -155,7 +157,10 @@ def answer_of(training: Question, device: Device, row: Row, budget_bytes: int) -
 def assumed_of(training: Question, model: str, device: Device, budget_bytes: int) -> str:
     """What was assumed about a training, in one line. `model` is the class of the model."""
     training = dataclasses.replace(training, **OF_THE_PLAN, autocast=training.autocast_name or "none")
-    command = command_of(training, ("batch", "tokens", "dtype", "optimizer", "attention"))
+    shown = ["batch", "tokens", "dtype", "optimizer", "attention"]
+    shown += ["lora_targets"] if training.lora else []
+    shown += ["double_quant"] if training.load_in_4bit else []
+    command = command_of(training, shown)
     return f"assumed: {command}; {model} on {device.title}, budget {format_bytes(budget_bytes)}"
 
 
@@ -165,8 +170,8 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     tile = next((action.tile for _, action in plan.actions if action.tile is not None), None)
     tiles = {} if tile is None else {"mlp": tile}
     # Nothing to do: with the kwargs of a plan, a training would measure steps under `full` to find that out.
-    if not head and all(action.kind == "keep" for _, action in plan.actions):
-        return NONE
+    if all(action.kind == "keep" for _, action in plan.actions):
+        return {**NONE, **head}
     host = {"host_budget": exact_size(host_budget)} if host_budget else {}
     return {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head, **tiles, **host}
 
@@ -187,7 +192,7 @@ def to_write(training: Question, spec: Mapping[str, Any]) -> dict[str, str]:
         "gradient_accumulation_steps": training.accumulation if training.accumulation > 1 else None,
         "max_length": training.tokens if trainer in ("sft", "dpo") else None,
         "packing": True if training.packing and trainer == "sft" else None,
-        "optim": _OPTIM.get(training.optimizer, training.optimizer),
+        **training_arguments(training.optimizer),
         "bf16": bf16,
         "fp16": True if computing == "float16" else None,
         "gradient_checkpointing": checkpoints,

@@ -84,7 +84,7 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
 
 
 def device_named(name: str) -> Device:
-    """The row of a device, by its name in the table or in common spelling: `RTX 4090`, `a100-80gb`, `nvidia-t4`.
+    """The row of a device, by its name or title in the table, or in common spelling: `RTX 4090`, `nvidia-t4`.
 
     Raises `HfCkptError` for unknown names, with near matches.
     """
@@ -94,7 +94,7 @@ def device_named(name: str) -> Device:
         # People copy the name from `nvidia-smi`, from a shop, or from a cloud's list of machines.
         return re.sub(r"nvidia|geforce|tesla|amd|instinct|rtx|[\W_]|gb$", "", name.lower())
 
-    rows = {plain(device.name): device for device in DEVICES.values()}
+    rows = {plain(title): device for device in DEVICES.values() for title in (device.title, device.name)}
     if plain(name) in rows:
         return rows[plain(name)]
     near = [rows[row].name for row in difflib.get_close_matches(plain(name), rows)] or DEVICES

@@ -17,7 +17,7 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, model_of_workload, nbytes
-from hf_ckpt.forecast.question import FIELDS, OF_THE_PLAN, Question, on_device, question
+from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.choose import choice_within, frontier, plan_of
@@ -28,10 +28,8 @@ from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
 USUAL = {"none": KEEP, "full": FULL}
 """The ways of transformers, with the action of every block."""
 
-SAVED = {"plan": "plan.json"}
-"""The spec of a plan that `--out plan.json` has saved."""
 NEEDS_PLAN = (
-    "a budget measures its first steps under `full`, which do not fit: save the plan with `--out plan.json`, or "
+    "a budget measures its first steps under `full`, which do not fit: save the plan with `--out {plan}`, or "
     "`forecast.plan.save`, and train with it"
 )
 
@@ -94,18 +92,29 @@ class Forecaster:
         training: the question.
         tell: called with a short message at the start of each slow part.
         config: of the model; None for that of the model that the question names.
+        saved_as: the file for a plan that has to be saved.
 
     Raises `HfCkptError` for an unknown device, and for options that do not go together.
     """
 
-    def __init__(self, training: Question, tell: Callable[[str], None] = lambda text: None, config: Any = None) -> None:
+    def __init__(
+        self,
+        training: Question,
+        tell: Callable[[str], None] = lambda text: None,
+        config: Any = None,
+        saved_as: str = "plan.json",
+    ) -> None:
         self.device = device_named(training.device) if training.device else this_device()
+        self._asked = training
+        """The question as it was asked: each change is one of this."""
         self.training = on_device(training, self.device)
         self._memory = self.device.memory_bytes or device_memory(0).total_bytes
         self.budget = budget_bytes(training.budget, self._memory)
+        self._saved = {"plan": saved_as}
+        """The spec of a plan that has to be saved."""
         self._tell = tell
         self._config = config
-        self._models: dict[Any, ShallowModel] = {}
+        self._models: dict[Question, ShallowModel] = {}
         self._costs: dict[Question, Costs] = {}
 
     def answer(self, *, nearest: bool = True) -> Forecast:
@@ -155,17 +164,22 @@ class Forecaster:
         usual = {name + label: plan_of(whole_head, whole_head.uniform(action)) for name, action in USUAL.items()}
         moments = timeline(costs, choice)
         (_, resident), *moving = moments.worst.parts().items()
-        weights = costs.static.parameters
-        state = costs.static.optimizer
-        parts = {"weights": weights, "optimizer state": state, "buffers and batch": resident - weights - state}
+        static = costs.static
+        parts = {
+            "weights": static.parameters,
+            "optimizer state": static.optimizer,
+            "copies of gradients in DDP's buckets": static.buckets,
+            "weights gathered by FSDP2": static.gathered,
+        }
+        parts["buffers and batch"] = resident - sum(parts.values())
         return Forecast(
             **vars(row),
-            answer=answer_of(training, self.device, row, limit),
+            answer=answer_of(training, self.device, row, limit, self._memory),
             assumed=assumed_of(training, plan.model, self.device, limit),
             budget_bytes=limit,
             floor_bytes=min(self._frontier),
             parts={**parts, **dict(moving)},
-            notes=(*costs.notes, *([NEEDS_PLAN] if row.spec == SAVED else [])),
+            notes=(*costs.notes, *([NEEDS_PLAN.format(**self._saved)] if row.spec == self._saved else [])),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
             write=to_write(training, row.spec or {}),
@@ -196,7 +210,7 @@ class Forecaster:
 
     def _changed_row(self, name: str, change: Mapping[str, Any], limit: int) -> Row:
         """Return the fastest plan within a limit with one change. Raises `InfeasibleError` if none fits."""
-        training = dataclasses.replace(self.training, **change)
+        training = on_device(dataclasses.replace(self._asked, **change), self.device)
         costs, choice = choice_within(self.candidates(training), limit)
         plan = plan_of(costs, choice, limit)
         options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
@@ -210,7 +224,7 @@ class Forecaster:
         A micro-batch that does not fit ends the rows, because larger ones need more. A step that is not split is tried
         anyway: no gradients of an earlier micro-step are alive in it.
         """
-        self.training = dataclasses.replace(self.training, global_batch=None)
+        self._ask(global_batch=None)
         rows: dict[int, Row] = {}
         for batch in micro_batches(sequences):
             if batch < sequences and not all(row.fits for row in rows.values()):
@@ -223,15 +237,20 @@ class Forecaster:
         fitting = {batch: row.step_seconds for batch, row in rows.items() if row.fits}
         cost = fitting or {batch: row.peak_bytes for batch, row in rows.items()}
         fastest = min(cost, key=lambda batch: cost[batch])
-        self.training = dataclasses.replace(self.training, batch=fastest, accumulation=sequences // fastest)
+        self._ask(batch=fastest, accumulation=sequences // fastest)
         return tuple(rows.values())
+
+    def _ask(self, **change: Any) -> None:
+        """Change the question."""
+        self._asked = dataclasses.replace(self._asked, **change)
+        self.training = on_device(self._asked, self.device)
 
     def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
         """Return the spec to train with: a budget if the steps under `full`, which it measures, fit into the device."""
         # A session measures every action in steps under `full`; see `training/session.py`. With tiles or with host
         # memory, a plan may need less than these, so that the run would end before it had a plan.
         measuring_bytes = timeline(costs, costs.uniform(FULL)).peak_bytes
-        return SAVED if measuring_bytes > self._memory else spec_of(plan, limit, training.host_budget)
+        return self._saved if measuring_bytes > self._memory else spec_of(plan, limit, training.host_budget)
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
@@ -267,7 +286,7 @@ class Forecaster:
 
         Raises `HfCkptError` for a model that does not run on fake tensors.
         """
-        of_model = training.lora, training.load_in_4bit, training.kbit_preparation  # what changes alter in a model
+        of_model = training.only(MODEL)
         if of_model not in self._models:
             self._models[of_model] = model_of_workload(training, self._config)
         key = dataclasses.replace(training, host_budget=None)  # offloading is computed from costs, see `candidates`

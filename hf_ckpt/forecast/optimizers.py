@@ -3,8 +3,9 @@
 A row of the file has the name of an optimizer as Trainer's `optim` spells it, or a short one; how many tensors of a
 parameter's size its state has; the bytes of one of their elements (those of the parameter's own type if empty; 1 for
 bitsandbytes' 8-bit blocks, which have a float32 scale for every 256 elements, and are float32 below 4,096 elements);
-and the temporary tensors of a step that updates all parameters at once, as multiples of these. Paged state counts as if
-it were on the device. `tests/forecast/test_optimizers.py` compares the rows with real optimizers.
+the temporary tensors of a step that updates all parameters at once, as multiples of these; and, for a short name, what
+TrainingArguments call it. Paged state counts as if it were on the device. `tests/forecast/test_optimizers.py` compares
+each row with the optimizer that a Trainer makes of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from pathlib import Path
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
     OPTIMIZERS = {row["name"]: row for row in csv.DictReader(_file)}
 """Name -> its row."""
+
+
+def training_arguments(name: str) -> dict[str, str]:
+    """Return the keys of `TrainingArguments` that choose the optimizer of a row: `optim`, and perhaps `optim_args`."""
+    optim, _, arguments = (OPTIMIZERS[name]["optim"] or name).partition(" ")
+    return {"optim": optim, "optim_args": arguments} if arguments else {"optim": optim}
 
 
 def optimizer_bytes(tensors: Iterable[tuple[tuple[int, ...], int, bool]], name: str) -> tuple[int, int]:

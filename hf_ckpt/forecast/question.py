@@ -42,8 +42,17 @@ class About:
     """The value's name in the command line's help."""
     label: str = ""
     """The field's label in `hf-ckpt app`; empty if the page does not ask for it."""
+    scope: str = "model"
+    """What it changes: the `model`, a `step` of it, or only what `follows` from a measured step. What is measured is
+    looked up by its fields, so a field that nobody has thought about is one of the model's."""
     name: str = ""
     """The field's name."""
+
+    @property
+    def opposite(self) -> str:
+        """The option that sets a field of True or False to its default: `--no-packing`, `--double-quant`."""
+        name = self.flag.removeprefix("--")
+        return f"--{name.removeprefix('no-')}" if self.default else f"--no-{name}"
 
     @property
     def flag(self) -> str:
@@ -54,12 +63,38 @@ class About:
     def words(self, value: Any) -> list[str]:
         """The command line's option that sets the field to this value, and its argument."""
         if isinstance(value, bool):
-            return [self.flag]
+            return [self.opposite if value == self.default else self.flag]
         if isinstance(value, tuple):
             value = ",".join(value)
         # As exact bytes: a command that is copied must ask for the same budget, or the plan that was shown may not fit.
         sized = isinstance(value, int) and self.read in (parse_budget, parse_bytes)
         return [self.flag, exact_size(value) if sized else str(value)]
+
+    def checked(self, value: Any) -> Any:
+        """Return a value as the field's type. Texts are read, as on the command line.
+
+        Raises `HfCkptError` for a value of another type, and for invalid text.
+        """
+        if isinstance(self.default, bool):
+            if isinstance(value, bool):
+                return value
+            raise HfCkptError(f"{self.name} must be true or false, but is {value!r} instead.")
+        if type(value) is type(self.default) and value == self.default:  # True is no 1
+            return value
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(value, str) or (is_number and self.read in _NUMBERS):
+            try:
+                return self.read(str(value) if self.read is parse_count else value)
+            except (HfCkptError, ValueError) as error:
+                raise HfCkptError(f"{self.name} {error}.") from None
+        if self.read is _layers and isinstance(value, (list, tuple)):
+            return tuple(value)
+        raise HfCkptError(f"{self.name} cannot be {value!r}: {self.help or 'a name'}.")
+
+
+MODEL = "model"
+STEP = "step"
+FOLLOWS = "follows"
 
 
 def _field(default: Any, help: str, **more: Any) -> Any:
@@ -68,6 +103,11 @@ def _field(default: Any, help: str, **more: Any) -> Any:
 
 def _number(default: int | None, help: str, **more: Any) -> Any:
     return _field(default, help, read=parse_count, **more)
+
+
+def _device(text: str) -> str:
+    """The name of a device in the table."""
+    return device_named(text).name
 
 
 def _layers(text: str) -> str | tuple[str, ...]:
@@ -81,7 +121,16 @@ def _tokens(text: str | int) -> int | str:
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
+_NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens)
+"""What reads numbers, too."""
+
+
 _USUAL = "default: bfloat16 with --trainer or --load-in-4bit, else none"
+_OF_T5 = "sequence (T5; default: as --seq)"
+_OF_IMAGES = "whose tokens --seq includes; vision models take one without it"
+_CHUNK = "auto, or tokens of a chunk"
+_TILE = "auto, or tokens of a tile"
+_HOST = "host memory for offloading"
 _GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
@@ -96,46 +145,41 @@ class Question:
     """
 
     model: str = _field("", "preset (such as llama-3.1-8b or t5-3b), folder, hub id or config.json", label="Model")
-    batch: int = _number(1, "sequences a micro-step", label="Batch")
-    tokens: int = _number(512, "tokens a sequence", option="seq", label="Length")
-    target_tokens: int | None = _number(None, "tokens a target sequence (T5; default: as --seq)", option="target_seq")
-    images: int = _number(0, "images a sequence, whose tokens --seq includes; vision models take one without it")
-    image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)")
+    batch: int = _number(1, "sequences a micro-step", label="Batch", scope=STEP)
+    tokens: int = _number(512, "tokens a sequence", option="seq", label="Length", scope=STEP)
+    target_tokens: int | None = _number(None, f"tokens a target {_OF_T5}", option="target_seq", scope=STEP)
+    images: int = _number(0, f"images a sequence, {_OF_IMAGES}", scope=STEP)
+    image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)", scope=STEP)
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
     lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
-    double_quant: bool = _field(True, "scales of 4 bits stay in float32")
+    double_quant: bool = _field(False, "scales of 4 bits in 8 bits (bnb_4bit_use_double_quant)")
     kbit_preparation: bool = _field(True, "no casts to float32 of what is not quantised", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
-    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer")
-    accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step")
-    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step")
+    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", scope=FOLLOWS)
+    accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step", scope=STEP)
+    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step", scope=FOLLOWS)
     attention: str = _field("sdpa", "attention implementation, as transformers names it")
-    padded: bool = _field(False, "sequences are padded, so attention gets a mask")
+    padded: bool = _field(False, "sequences are padded, so attention gets a mask", scope=STEP)
     trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
-    packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed")
+    packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
     ranks: int = _number(1, "processes, with a device each", label="Ranks")
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
-    head: int | str = _field("full", "head in chunks: auto, or tokens of a chunk", read=_tokens, label="Head")
-    mlp: int | str = _field("full", "feed-forwards in tiles: auto, or tokens of a tile", read=_tokens, label="Tiles")
-    device: str | None = _field(None, _DEVICES, read=lambda text: device_named(text).name, metavar="NAME", label="Card")
-    budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget")
-    host_budget: int | None = _field(None, "host memory for offloading", read=parse_bytes, label="Host memory")
+    head: int | str = _field("full", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
+    mlp: int | str = _field("full", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=FOLLOWS)
+    device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=FOLLOWS)
+    budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=FOLLOWS)
+    host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=FOLLOWS)
 
     def __post_init__(self) -> None:
-        for name in OF_THE_PLAN:
-            value = getattr(self, name)
-            if value is not None:  # `predict` and training files give texts here, too
-                object.__setattr__(self, name, FIELDS[name].read(value))
         for name, field in FIELDS.items():
             value = getattr(self, name)
             if value != field.default and field.choices and value not in field.choices:
                 raise HfCkptError(f"{name} must be one of {', '.join(field.choices)}, but is {value!r} instead.")
-            if value != field.default and field.read is parse_count and value < 1:
-                raise HfCkptError(f"{name} must be at least 1, but is {value} instead.")
+            object.__setattr__(self, name, field.checked(value))
         if self.load_in_4bit and self.lora is None:
             raise HfCkptError("a base in 4 bits stays frozen: give the rank of adapters to train (lora).")
         # bitsandbytes packs a weight into bytes of another shape, whose shards `forecast/ranks.py` does not know.
@@ -149,6 +193,11 @@ class Question:
             raise HfCkptError("global_batch chooses batch and accumulation: leave these out.")
         if self.global_batch and self.global_batch % self.ranks:
             raise HfCkptError(f"global_batch must be a multiple of ranks ({self.ranks}), but is {self.global_batch}.")
+
+    def only(self, *scopes: str) -> Question:
+        """The question with defaults in place of all fields but those of these scopes."""
+        others = {name: field.default for name, field in FIELDS.items() if field.scope not in scopes}
+        return dataclasses.replace(self, **others)
 
     @property
     def prepared(self) -> bool:

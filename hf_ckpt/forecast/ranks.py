@@ -92,8 +92,9 @@ class Sharding:
             costs.static,
             parameters=outside.shards + sum(block.shards for block in self._blocks.values()),
             optimizer=-(-costs.static.optimizer // self._training.ranks),
+            step_bytes=-(-costs.static.step_bytes // self._training.ranks),
             gradients=self._outside_gradients.shards + sum(block.shards for block in self._gradients.values()),
-            buffers=costs.static.buffers + outside.whole + self._buffer,
+            gathered=outside.whole + self._buffer,
         )
         # The all-gather buffer counts as always alive. It is larger while it gathers the parameters outside the blocks.
         above = max(0, outside.whole - self._buffer)
@@ -106,7 +107,14 @@ class Sharding:
         backward = dataclasses.replace(backward, peak=max(above + outside.cast, backward.peak))
         last = max(place for place, call in enumerate(costs.calls) if FULL in call.costs)
         calls = [self._call(call, is_last=place == last) for place, call in enumerate(costs.calls)]
-        return dataclasses.replace(costs, static=static, before=before, calls=tuple(calls), head=(forward, backward))
+        return dataclasses.replace(
+            costs,
+            static=static,
+            before=before,
+            calls=tuple(calls),
+            head=(forward, backward),
+            optimizer_nanoseconds=costs.optimizer_nanoseconds // self._training.ranks,
+        )
 
     def _call(self, call: CallCosts, *, is_last: bool) -> CallCosts:
         """What a call costs on a rank. After the last one's backward, the gradients outside the blocks are reduced."""

@@ -28,7 +28,7 @@ from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
-from hf_ckpt.forecast.question import Question
+from hf_ckpt.forecast.question import MODEL, STEP, Question
 from hf_ckpt.forecast.ranks import Sharding
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels, step_of
@@ -156,7 +156,8 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -
         parameters=nbytes(model.tensors) + reference,
         optimizer=state,
         gradients=gradients,
-        buffers=sum(buffer.nbytes for buffer in model.base.buffers()) + batch_bytes + copies,
+        buffers=sum(buffer.nbytes for buffer in model.base.buffers()) + batch_bytes,
+        buckets=copies,
         step_bytes=temporary,
     )
 
@@ -170,7 +171,7 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
     Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves.
     """
     # Budgets and optimizers change no micro-step, so a page whose slider moves measures nothing anew.
-    key = dataclasses.replace(training, budget=None, host_budget=None, optimizer="adamw", mlp="full"), device, action
+    key = training.only(MODEL, STEP), device, action
     if key in model.measured:
         measured: _Measured = model.measured[key]
         return measured

@@ -113,6 +113,32 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, ca
             hf_ckpt.predict(".", 2, accumulation=2, tokens=128, device="a10", budget="1150KiB")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["--device t4", "--ranks 2 --parallel fsdp2 --device a10"])
+def test_each_row_is_the_answer_to_its_own_options(device):
+    """Also where the device, or FSDP2, changes the types of the question."""
+    options = f"mini-llama --seq 64 --budget 160MiB {device}"
+    ask = make_parser().parse_args
+    forecast = Forecaster(question(options_of(ask(["plan", *options.split()])))).answer()
+    rows = [row for row in forecast.rows if row.options]
+    assert any("--lora" in row.options for row in rows)
+    for row in rows:
+        again = Forecaster(question(options_of(ask(["plan", *changed(options, row.options).split()])))).answer()
+        assert (again.peak_bytes, again.step_seconds) == (row.peak_bytes, row.step_seconds), row.options
+
+
+def test_ranks_share_all_that_the_optimizer_needs():
+    """State, temporary tensors and time, whatever the optimizer."""
+    for optimizer, temporary in (("adamw_torch", 1), ("adagrad", 2)):
+        asked = {"model": "mini-llama", "optimizer": optimizer, "device": "a10", "autocast": "none"}
+        alone, shared = (Forecaster(question({**asked, **more})) for more in ({}, {"ranks": 4, "parallel": "fsdp2"}))
+        one, part = (forecaster.costs_of(forecaster.training) for forecaster in (alone, shared))
+        assert one.static.step_bytes == temporary * one.static.gradients
+        assert part.static.step_bytes == pytest.approx(one.static.step_bytes / 4, rel=0.01)
+        assert part.static.optimizer == pytest.approx(one.static.optimizer / 4, rel=0.01)
+        assert part.optimizer_nanoseconds == pytest.approx(one.optimizer_nanoseconds / 4, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("options", "batches", "fits", "chosen"),
     [
@@ -251,5 +277,5 @@ def test_a_plan_whose_budget_could_not_be_measured_is_to_be_saved():
     assert found.rows[0].spec == {"plan": "plan.json"}
     assert any("--out plan.json" in note for note in found.notes)
     measurable = hf_ckpt.predict("mini-llama", 64, **fields)
-    assert measurable.rows[0].spec["policy"] == "budget"
+    assert measurable.rows[0].spec == {"policy": "none", "head": "auto"}  # no budget: nothing is to be measured
     assert not measurable.notes

@@ -130,7 +130,8 @@ def real_model(training: Training, folder: Path) -> Any:
     if training["load_in_4bit"]:
         model.save_pretrained(folder)
         four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": training.dtype}
-        bits = transformers.BitsAndBytesConfig(load_in_4bit=True, **four, bnb_4bit_use_double_quant=True)
+        four["bnb_4bit_use_double_quant"] = bool(training["double_quant"])
+        bits = transformers.BitsAndBytesConfig(load_in_4bit=True, **four)
         model = model_class.from_pretrained(folder, dtype=training.dtype, quantization_config=bits)
         peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if training["trainer"] is not None:

@@ -16,6 +16,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, device_named, this_device
 from hf_ckpt.forecast.question import Question, command_of, question
 from hf_ckpt.measure import memory
+from hf_ckpt.units import GIB
 
 OPTIONS = table(__file__, "options.yaml")
 FILES = {"--config", "--json", "--out", "--help"}
@@ -39,6 +40,15 @@ def test_the_command_to_copy_asks_the_same(options):
     changed = [name for name, value in vars(Question("a model")).items() if getattr(found, name) != value]
     assert len(changed) == options.count("--")
     assert asked(shlex.split(command_of(found))[1:]) == found
+
+
+def test_options_of_yes_and_no_have_opposites_that_win_over_a_file():
+    opposites = ["--no-packing", "--no-double-quant", "--kbit-preparation"]
+    found = asked(["plan", "a model", "--packing", "--double-quant", "--no-kbit-preparation", *opposites])
+    assert found == Question("a model")
+    numbers = Question("a model", batch="4", tokens="8k", lora="16", lora_targets=["q_proj", "v_proj"], budget="20GiB")
+    assert (numbers.batch, numbers.tokens, numbers.lora) == (4, 8192, 16)
+    assert (numbers.lora_targets, numbers.budget) == (("q_proj", "v_proj"), 20 * GIB)
 
 
 LIVE = ({"model": model_of()}, "predict takes no live model: give its config")
@@ -66,5 +76,6 @@ def test_devices_are_known_by_the_names_that_they_report(name, reported, monkeyp
 @pytest.mark.parametrize(("row", "name"), NAMES["written"])
 def test_devices_are_understood_as_people_write_them(row, name):
     assert device_named(name) is DEVICES[row]
+    assert all(device_named(device.title) is device for device in DEVICES.values())
     with pytest.raises(HfCkptError, match="'b300' is not a known device: use b200"):
         device_named("b300")
