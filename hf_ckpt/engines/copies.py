@@ -8,11 +8,13 @@ Tensors are not copied. A recomputation that uses one which was changed in place
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
 import enum
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +27,7 @@ from hf_ckpt.errors import HfCkptError, reason_of
 FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
 """Types of most arguments. Nothing is copied there."""
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
-CONTAINERS = (list, dict, set, collections.deque, bytearray, numpy.ndarray)
+CONTAINERS = (list, dict, set, collections.deque, bytearray, array.array, numpy.ndarray)
 """Types that are copied with `copy.copy`."""
 
 
@@ -94,12 +96,26 @@ class _CallersFirst:
         return self.fn(*callers[0], **callers[1])
 
 
-def _is_object(value: Any) -> bool:
-    """Whether a value is an iterator, or has attributes of its own, such as an instance of a dataclass."""
-    # Modules, classes and functions belong to the program: a copy would be another one, and a change of it would be
-    # lost.
-    is_shared = isinstance(value, (torch.Tensor, nn.Module, type, enum.Enum)) or callable(value)
-    return not is_shared and (isinstance(value, Iterator) or bool(getattr(value, "__dict__", None)))
+_OF_PROGRAM = (torch.Tensor, nn.Module, type, enum.Enum, functools.partial, types.MethodType, types.FunctionType)
+"""Modules, classes and functions belong to the program: a copy would be another one, and a change of it would be lost.
+So do the callable objects of torch and triton, such as operators and kernels."""
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an iterator or a view of memory, or has attributes, such as an instance of a dataclass."""
+    if isinstance(value, _OF_PROGRAM) or (callable(value) and type(value).__module__.startswith(("torch.", "triton."))):
+        return False
+    return isinstance(value, (Iterator, memoryview)) or bool(attributes_of(value))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, with those in `__slots__`."""
+    attributes: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).values() if "__slots__" in vars(kind) else ()
+        names = [slot.__name__ for slot in slots if isinstance(slot, types.MemberDescriptorType)]
+        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return attributes | getattr(value, "__dict__", {})
 
 
 def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda it: it, objects: bool = False) -> Any:
@@ -124,7 +140,7 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
         if all(map(operator.is_, items, value)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)  # named tuples take no iterable
-    if not isinstance(value, CONTAINERS) and not (objects and _is_object(value)):
+    if not isinstance(value, CONTAINERS) and not (objects and is_object(value)):
         return leaf(value)
     if isinstance(value, Iterator):
         raise TypeError(f"a {type(value).__name__} can be read only once")
@@ -139,7 +155,14 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
     elif isinstance(value, dict):
         for key, item in value.items():
             duplicate[key] = copied(item, copies, leaf, objects=objects)
-    elif _is_object(value) and duplicate is not value:
-        for key, item in vars(value).items():
-            vars(duplicate)[key] = copied(item, copies, leaf, objects=objects)
+    elif isinstance(value, set):
+        duplicate.clear()
+        duplicate.update(copied(item, copies, leaf, objects=objects) for item in value)
+    if duplicate is not value and is_object(value):
+        for key, item in attributes_of(value).items():
+            part = copied(item, copies, leaf, objects=objects)
+            if key in getattr(duplicate, "__dict__", ()):
+                vars(duplicate)[key] = part
+            else:
+                object.__setattr__(duplicate, key, part)  # a slot, also of a frozen class
     return duplicate

@@ -44,22 +44,26 @@ class Settings:
     def __init__(self, block: nn.Module) -> None:
         self.attributes: list[dict[str, Any]] = []
         """The plain attributes of each module and of its config. The block comes first."""
-        self.boxes: list[Any] = []
-        """Dicts of children and of hooks; dicts and lists of plain values, such as the scaling of adapters. Each is
-        compared with its content.
+        self.boxes: list[dict[Any, Any]] = []
+        """Dicts of children and of hooks. Each is compared with its content.
 
         The block's own hooks are none where transformers runs them outside of what is recomputed.
         """
         self.tensors: list[dict[str, torch.Tensor | None]] = []
         """The dicts of parameters and of buffers that are not empty."""
-        self.merged: list[list[str]] = []
-        """Those of the boxes that list the merged adapters of a layer."""
+        self.plain_containers: list[Place] = []
+        """Dicts, lists and sets of plain values, such as the scaling of adapters. `attributes` has copies of them: a
+        container itself may get tensors later, and would then keep the graph that these settings belong to."""
+        self.merged: list[Place] = []
+        """Those of them that list the merged adapters of a layer."""
         self.containers: list[Place] = []
         """Containers of tensors or of other objects."""
         self.state: list[Place] = []
         """Buffers, and tensors that are attributes: a forward may replace them or change them in place."""
         self.changing: set[Place] = set()
         """Those that a forward has changed in place."""
+        self.changes_attributes = False
+        """Whether a forward has changed other attributes, so that each recomputation would, too."""
         self.has_run = False
         """Whether a forward has run under these settings, and has shown the following."""
         self.written: set[Place] = set()
@@ -72,10 +76,11 @@ class Settings:
         self.parameters = vars(block)["_parameters"]
         """The dict of the block's own parameters, which identifies the block."""
         owners: list[dict[str, Any]] = []
+        copies: dict[int, Any] = {}  # two modules may share a container
         for module in block.modules():
             # Scripted modules have wrappers of C++ objects in place of these dicts, see torch/jit/_script.py.
             if isinstance(vars(module).get("_parameters"), dict):
-                self._collect(module, owners, is_block=module is block)
+                self._collect(module, owners, copies, is_block=module is block)
         self.inner = owners[1:]
         """The dicts that `attributes` are from, without the block's own."""
         self.names = [frozenset(owner) for owner in owners]
@@ -84,44 +89,49 @@ class Settings:
         for number, tensors in enumerate(self.tensors, len(owners)):
             if id(tensors) in buffers:
                 self.state += [(number, key) for key in tensors]
-        # Copies, because a box is changed in place (`scaling["default"] = 2`), and is itself the same one afterwards.
-        self.contents = [copied(box, {}) for box in self.boxes]
+        # Copies, because a box is changed in place, and is itself the same one afterwards.
+        self.contents = [dict(box) for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
         # One `itemgetter` for all plain attributes of a module reads them without a Python call each.
         self.getters = [(number, operator.itemgetter(*plain)) for number, plain in enumerate(self.attributes) if plain]
-        self.values = [getter(owners[number]) for number, getter in self.getters]
+        self.values = [getter(self.attributes[number]) for number, getter in self.getters]
 
-    def _collect(self, module: nn.Module, owners: list[dict[str, Any]], *, is_block: bool) -> None:
+    def _collect(
+        self, module: nn.Module, owners: list[dict[str, Any]], copies: dict[int, Any], *, is_block: bool
+    ) -> None:
         """Collect what one module and its config have, and add the dicts of their attributes to `owners`."""
         attributes = vars(module)
         number = len(owners)
         owners.append(attributes)
         self.attributes.append({})
         if type(module) not in _INDIFFERENT or is_block:
-            self._sort(attributes, number)
+            self._sort(attributes, number, copies)
         self.tensors += [tensors for tensors in (attributes["_parameters"], attributes["_buffers"]) if tensors]
         is_outside = is_block and compat.transformers.HOOKS_STAY_OUTSIDE
         for key, value in attributes.items():
-            if _is_box(key, value) and not (is_outside and key.startswith("_forward")):
+            is_hooks = key in _INTERNAL and key.startswith("_forward")  # or how torch calls them
+            if key == "_modules" or (is_hooks and not is_outside):
                 self.boxes.append(value)
-            if compat.peft.is_merged(key, value):
-                self.merged.append(value)
         config = compat.transformers.config_of(module)
         if config is not None and not any(vars(config) is owner for owner in owners):  # modules share configs
             owners.append(vars(config))
             self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
 
-    def _sort(self, attributes: dict[str, Any], number: int) -> None:
+    def _sort(self, attributes: dict[str, Any], number: int, copies: dict[int, Any]) -> None:
         """Sort the attributes of one module, dict `number`, by what a forward may do to them."""
         for key, value in attributes.items():
             if is_ignored(key):
                 continue
             if isinstance(value, torch.Tensor):
                 self.state.append((number, key))
-            # A box is compared with its content, and here, too, because another one may replace it. `forward` is an
-            # attribute where something, such as accelerate, has replaced the method.
-            elif _is_box(key, value) or _is_plain(value) or key == "forward":
+            # `forward` is an attribute where something, such as accelerate, has replaced the method.
+            elif _is_plain(value) or key == "forward":
                 self.attributes[number][key] = value
+            elif _is_plain_container(value):
+                self.attributes[number][key] = copied(value, copies)
+                self.plain_containers.append((number, key))
+                if compat.peft.is_merged(key, value):
+                    self.merged.append((number, key))
             elif _holds_tensors_or_changes(value):
                 self.containers.append((number, key))
 
@@ -131,7 +141,7 @@ class Settings:
 
     def still_apply(self, block: nn.Module) -> bool:
         """Whether `block` is the block of these settings and still has them."""
-        dicts = self.dicts(block)
+        dicts = [vars(block), *self.inner, *self.tensors]  # as `dicts`, without a call
         try:
             return (
                 dicts[0]["_parameters"] is self.parameters  # not a copy of the block, nor another block
@@ -172,16 +182,9 @@ def _holds_tensors_or_changes(value: Any) -> bool:
     return isinstance(value, CONTAINERS)
 
 
-def _is_box(key: str, value: Any) -> bool:
-    """Whether an attribute is one of `Settings.boxes`."""
-    if key in _INTERNAL:
-        return key == "_modules" or key.startswith("_forward")  # hooks, and how torch calls them
-    return _is_plain_container(value)
-
-
 def _is_plain_container(value: Any) -> bool:
-    """Whether a value is a dict or a list of plain values, also nested. Such containers compare fast."""
-    if type(value) not in (dict, list):
+    """Whether a value is a dict, list or set of plain values, also nested. Such containers compare fast."""
+    if type(value) not in (dict, list, set):
         return False
     items = value.values() if type(value) is dict else value
     return all(item is not value and (_is_plain(item) or _is_plain_container(item)) for item in items)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -39,11 +40,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
-from hf_ckpt.engines.copies import copied
+from hf_ckpt.engines.copies import attributes_of, copied, is_object
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.engines.seen import NO_TENSORS, Seen, SeenTensors
 from hf_ckpt.engines.settings import Place, Settings, is_ignored
-from hf_ckpt.errors import ChangedBlockError
+from hf_ckpt.errors import ChangedBlockError, HfCkptError
 
 
 class _Stored(NamedTuple):
@@ -59,9 +60,9 @@ class _Held(NamedTuple):
     """An attribute that is a container, before a forward."""
 
     place: Place
-    value: Any
     content: Any
-    """A copy of the container."""
+    """A copy of the container, whose tensors have no graph. The container itself may hold the graph of an earlier step,
+    which holds the record of that step, and so on."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,15 +107,18 @@ class ForwardState:
             return
         if settings.chooses:
             self.choices = Choices()
-        if self.parameters_stay:
-            self._see_tensors(settings)
+        cut: dict[int, torch.Tensor] = {}
         if settings.state or settings.containers:
-            self._record(settings, self.block)
+            cut = self._record(settings, self.block)
+        if self.parameters_stay:
+            self._see_tensors(settings, cut)
 
-    def _see_tensors(self, settings: Settings) -> None:
-        """Record the parameters and buffers, and their versions and addresses."""
+    def _see_tensors(self, settings: Settings, cut: dict[int, torch.Tensor]) -> None:
+        """Record the parameters and buffers, and their versions and addresses. `cut` is what `_record` returned."""
         # Read from the dicts that the settings hold: a walk over the modules makes a Python call for each of them.
         values = _values(settings.tensors)
+        if cut:
+            values = [cut.get(id(tensor), tensor) for tensor in values]
         seen = SeenTensors([tensor for tensor in values if tensor is not None], addresses=True)
         # Inference tensors have no version, and a trace on fake tensors may change them freely.
         if seen.tensors and -1 not in seen.versions and not compat.torch.is_fake(seen.tensors[0]):
@@ -127,9 +131,13 @@ class ForwardState:
         items = zip(self.names, self.values, strict=True)
         return [dict(islice(items, size)) for size in settings.sizes[len(settings.attributes) :]]
 
-    def _record(self, settings: Settings, block: nn.Module) -> None:
-        """Record what the forward may change in the block."""
+    def _record(self, settings: Settings, block: nn.Module) -> dict[int, torch.Tensor]:
+        """Record what the forward may change in the block.
+
+        Returns the buffers and tensors that have a graph, without it: id of a tensor -> tensor.
+        """
         dicts = settings.dicts(block)
+        cut = {}
         for place in settings.state:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
@@ -137,11 +145,20 @@ class ForwardState:
                 is_copied = not settings.has_run or settings.copies_always(place, tensor)
                 values = tensor.detach().clone() if is_copied else None
                 self.stored.append(_Stored(place, Seen(_without_graph(tensor)), values))
+                if tensor.grad_fn is not None:
+                    cut[id(tensor)] = self.stored[-1].seen.tensor
         # One dict of copies for all containers: two attributes may hold the same one.
         copies: dict[int, Any] = {}
         for place in settings.containers:
             value = dicts[place[0]].get(place[1])
-            self.held.append(_Held(place, value, copied(value, copies, _without_graph)))
+            try:
+                self.held.append(_Held(place, copied(value, copies, functools.partial(_kept, copies=copies))))
+            except TypeError as error:
+                raise HfCkptError(
+                    f"block {self.name!r} has an attribute `{place[1]}` that cannot be copied for its recomputation "
+                    f'({error}). Use a list, a dict or a tensor, or "policy": "selective", which runs no block twice.'
+                ) from error
+        return cut
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block for the first time, and record what a recomputation needs to run it in the same way."""
@@ -160,13 +177,15 @@ class ForwardState:
             self.draws = before
         if settings is not None and not settings.has_run:
             self._learn(settings, before)
-        elif settings is not None and self.stored:
+        elif settings is not None and (self.stored or self.held):
             settings.changing.update(each.place for each in self.stored if each.seen.is_overwritten)
+            settings.changes_attributes |= bool(self.held) and not self._has_same_attributes(settings)
         return output
 
     def _learn(self, settings: Settings, before: compat.process_state.RandomState) -> None:
         """Record what the first forward under these settings has written and drawn."""
         settings.draws_on_host = before.of_host_has_moved()
+        settings.changes_attributes = not self._has_same_attributes(settings)
         settings.changing.update(each.place for each in self.stored if _has_changed(each))
         # Before copies are freed below: what has a copy is restored, and what is written without one is not refused.
         settings.written = set(self._overwritten(settings))
@@ -205,18 +224,23 @@ class ForwardState:
         if settings is None or block is None:
             return True
         # A block that writes to itself starts from what its forward found, and leaves what it finds now.
-        if settings.changing or not settings.still_apply(block):
+        if settings.changing or settings.changes_attributes or not self._has_same_attributes(settings):
             return False
         if self.names and not self._has_same_tensors(settings):
             return False
-        dicts = settings.dicts(block) if self.stored or self.held else []
+        dicts = settings.dicts(block) if self.stored else []
         for (number, key), seen, _ in self.stored:
             if dicts[number].get(key) is not seen.tensor or seen.is_overwritten:
                 return False
-        for (number, key), value, content in self.held:
-            if dicts[number].get(key) is not value or not _is_same(value, content):
-                return False
         return True
+
+    def _has_same_attributes(self, settings: Settings) -> bool:
+        """Whether the block has the attributes of the forward, apart from tensors, and the same hooks and children."""
+        assert self.block is not None
+        if not settings.still_apply(self.block):
+            return False
+        dicts = settings.dicts(self.block) if self.held else []
+        return all(_is_same(dicts[number].get(key), content) for (number, key), content in self.held)
 
     def _has_same_tensors(self, settings: Settings) -> bool:
         """Whether the block has the parameters and buffers of the forward, with their values."""
@@ -234,11 +258,11 @@ class ForwardState:
         inputs = self.inputs.overwritten()
         gone = {id(tensor): f"a tensor of shape {list(tensor.shape)} that it was given" for tensor, _ in inputs}
         if self.settings is not None and self.block is not None:
-            self._refuse_merged_adapters(self.settings)
-            for box, content in self._contents(self.settings, self.settings.dicts(self.block)):
+            dicts = self.settings.dicts(self.block)
+            self._refuse_merged_adapters(self.settings, dicts)
+            for box, content in self._contents(self.settings, dicts):
                 # DeepSpeed's dicts of parameters have no `copy`.
-                present = list(box) if isinstance(box, list) else dict(box)
-                undo.callback(_fill, box, present)  # also undoes what the recomputation itself changes
+                undo.callback(_fill, box, dict(box))  # also undoes what the recomputation itself changes
                 _fill(box, content)
             # What a block saves depends on what is trained: with another set, the recomputation would save other
             # tensors.
@@ -250,20 +274,24 @@ class ForwardState:
         if gone:
             undo.enter_context(_Refused(self.name, gone))
 
-    def _refuse_merged_adapters(self, settings: Settings) -> None:
+    def _refuse_merged_adapters(self, settings: Settings, dicts: list[dict[str, Any]]) -> None:
         """Raise `ChangedBlockError` if an adapter was merged into its weight, or taken out of it, since the forward.
 
         PEFT writes to `weight.data`, which moves neither the version nor the address.
         """
-        for box, content in zip(settings.boxes, settings.contents, strict=True):
-            if box != content and any(box is merged for merged in settings.merged):
+        for number, key in settings.merged:
+            if dicts[number].get(key) != settings.attributes[number][key]:
                 raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
 
-    def _contents(self, settings: Settings, dicts: list[dict[str, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield each dict or list of the block with its content in the forward, for one recomputation."""
+    def _contents(
+        self, settings: Settings, dicts: list[dict[str, Any]]
+    ) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Yield each dict of the block with its content in the forward, for one recomputation."""
         recorded: list[dict[str, Any]] = [{} for _ in dicts]
         copies: dict[int, Any] = {}
-        for (number, key), _, content in self.held:
+        for number, key in settings.plain_containers:
+            recorded[number][key] = copied(settings.attributes[number][key], copies)
+        for (number, key), content in self.held:
             recorded[number][key] = copied(content, copies)
         # Copies are no operations of the block: torch's own selective checkpointing must not count them.
         with compat.torch.unseen_by_modes():
@@ -281,8 +309,7 @@ class ForwardState:
             else:
                 content = dict(tensors[number - owners])
             yield box, content | recorded[number]
-        for box, content in zip(settings.boxes, settings.contents, strict=True):
-            yield box, copied(content, {})
+        yield from zip(settings.boxes, settings.contents, strict=True)
 
     def _overwritten_names(self, settings: Settings, block: nn.Module) -> dict[int, str]:
         """Return the tensors of the block whose values are gone: id -> name.
@@ -328,6 +355,15 @@ def _without_graph(value: Any) -> Any:
         return value.detach().requires_grad_()
 
 
+def _kept(value: Any, copies: dict[int, Any]) -> Any:
+    """Return what to keep of an item of a container: a tensor, or an object with tensors, without their graphs."""
+    if is_object(value):
+        leaves = compat.torch.tree_leaves(list(attributes_of(value).values()))
+        if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+            return copied(value, copies, _without_graph, objects=True)
+    return _without_graph(value)
+
+
 def _has_changed(stored: _Stored) -> bool:
     """Whether the first forward wrote a tensor: its version or its values moved. A batch norm moves no version."""
     if stored.seen.is_overwritten or stored.values is None or compat.torch.is_fake(stored.values):
@@ -344,11 +380,8 @@ def _is_same(value: Any, content: Any) -> bool:
     return value is content
 
 
-def _fill(box: Any, content: Any) -> None:
-    """Give a dict or list this content, apart from keys that are no settings. Other threads may read it meanwhile."""
-    if isinstance(box, list):
-        box[:] = content
-        return
+def _fill(box: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Give a dict this content, apart from keys that are no settings. Other threads may read it meanwhile."""
     for key in [key for key in box if key not in content and not is_ignored(key)]:
         del box[key]
     for key, value in content.items():

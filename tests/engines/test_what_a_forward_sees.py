@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import contextvars
@@ -23,8 +24,9 @@ import torch
 from helpers.adapters import two_adapters
 from helpers.custom import LAYERS, custom_loss, custom_model, in_threads, moving_average, same_under, steps_of, work
 from helpers.snapshots import snapshot
-from helpers.steps import ENGINES, RUN_AGAIN, outcome, planned, step, without_cache
+from helpers.steps import ENGINES, RUN_AGAIN, outcome, planned, step, without_cache, without_collector
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -133,6 +135,66 @@ def test_graphs_of_earlier_forwards_are_freed():
     assert [graph() is not None for graph in graphs] == [False, False, False, True]
 
 
+@dataclasses.dataclass
+class Record:
+    value: object
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    value: object
+
+
+STORED = {
+    "a tensor": lambda block, value: setattr(block, "stats", value),
+    "a buffer": lambda block, value: setattr(block, "average", value),
+    "a dict": lambda block, value: setattr(block, "stats", {"value": value}),
+    "a list in a tuple": lambda block, value: setattr(block, "stats", (1, [value])),
+    "a set": lambda block, value: setattr(block, "stats", {value}),
+    "a deque": lambda block, value: setattr(block, "stats", collections.deque([value])),
+    "an object": lambda block, value: setattr(block, "stats", Record(value)),
+    "a list of objects": lambda block, value: setattr(block, "stats", [Record(value), Slots([value])]),
+    "items of a list": lambda block, value: block.log.append(value),
+    "objects in a list": lambda block, value: block.log.append(Record({"value": value})),
+    "tensors in two lists": lambda block, value: (block.log.append(value), block.norm.log.append(value)),
+}
+"""What a block stores of a value with a graph, which no backward frees."""
+
+
+def alive_after_each_step(store, spec):
+    """How many inputs of blocks are alive after each of some steps whose blocks store a value."""
+    inputs = []
+
+    def stores(block, hidden, shift):
+        inputs.append(StorageWeakRef(hidden.untyped_storage()))
+        output = work(block, hidden, shift)
+        store(block, output.square().mean())
+        return output
+
+    model, alive = custom_model(stores), []
+    for block in model.layers:
+        block.register_buffer("average", torch.zeros(()))
+    planned(model, spec)
+    for number in range(8):
+        for block in model.layers:
+            block.log = block.norm.log = []
+        custom_loss(model, number).backward()
+        alive.append(sum(not storage.expired() for storage in inputs))
+    assert set(hf_ckpt.describe(model).recomputed.values()) == {8}
+    return alive
+
+
+@each_engine
+def test_what_a_block_stores_keeps_no_earlier_step_alive(engine):
+    """As without checkpointing, where a step's graph lives until the next step replaces what the block has stored."""
+    with without_collector():
+        alive = {stored: alive_after_each_step(store, ENGINES[engine]) for stored, store in STORED.items()}
+    assert {stored: counts[7] for stored, counts in alive.items()} == {
+        stored: counts[2] for stored, counts in alive.items()
+    }
+    assert all(counts[2] for counts in alive.values())
+
+
 WRITES_NOW = threading.Event()
 
 
@@ -182,6 +244,29 @@ def test_a_large_table_is_copied_once_a_forward_has_written_it():
         return steps_of(model, 1)
 
     same_under("full", run, with_table, times=2)
+
+
+@each_engine
+def test_a_list_that_is_emptied_before_backward_stays_empty(engine):
+    """The block finds it as its forward did, and only the forward's items were for the caller."""
+
+    def logs(block, hidden, shift):
+        block.history.append(len(block.history) + 1.5)
+        return scaled(block, hidden, block.history[-1])
+
+    def run(model):
+        outcomes, seen = [], []
+        for number in range(STEPS):
+            loss = custom_loss(model, number)
+            seen += [list(block.history) for block in model.layers]
+            for block in model.layers:
+                block.history = []
+            loss.backward()
+            seen += [list(block.history) for block in model.layers]
+            outcomes.append(outcome(model, loss))
+        return outcomes, seen
+
+    same_under(ENGINES[engine], run, lambda: with_attributes(logs), times=STEPS)
 
 
 THREAD = threading.local()
@@ -378,6 +463,21 @@ def takes_from_an_object(block, hidden, holder):
     return work(block, hidden, holder.shifts[holder.calls - 1] * holder.calls)
 
 
+class Counter:
+    """An object that is called, with a tensor in it."""
+
+    def __init__(self):
+        self.calls = torch.zeros(())
+
+    def __call__(self):
+        self.calls = self.calls + 1
+        return self.calls
+
+
+class SlottedCounter(Counter):
+    __slots__ = ("calls",)
+
+
 def counts_in_an_array(block, hidden, numbers):
     numbers[0] += 1
     return scaled(block, hidden, float(numbers[0]))
@@ -418,6 +518,10 @@ CONTAINERS = {
     "a deque": (takes(lambda values: values.popleft()), lambda: collections.deque(shifts())),
     "a numpy array": (counts_in_an_array, lambda: numpy.zeros(2)),
     "a bytearray": (counts_in_an_array, lambda: bytearray(2)),
+    "an array": (counts_in_an_array, lambda: array.array("l", [0, 0])),
+    "a frozen dataclass with slots": (takes(lambda holder: holder.value.pop(0)), lambda: Slots(shifts())),
+    "an object with slots that is called": (takes(lambda count: count()), SlottedCounter),
+    "an object that is called": (takes(lambda count: count()), Counter),
     "a list that contains itself": (takes(lambda values: values.pop(0)), endless),
     "a tuple of its own kind": (takes(lambda pair: pair[0] * (type(pair) is Pair)), lambda: Pair(torch.ones(16), 2)),
 }
@@ -448,11 +552,22 @@ class NoCopies(dict):
         raise TypeError("it has no copy")
 
 
-@pytest.mark.parametrize("value", [NoCopies(shift=1), iter(shifts())], ids=["a dict", "an iterator"])
+@pytest.mark.parametrize(
+    "value",
+    [NoCopies(shift=1), iter(shifts()), memoryview(bytearray(2))],
+    ids=["a dict", "an iterator", "a view of memory"],
+)
 def test_what_has_no_copy_is_refused_by_name(value):
     model = planned(custom_model(lambda block, hidden, shift: work(block, hidden, None)), "full")
     with pytest.raises(HfCkptError, match=r"block 'layers\.0' is given a value that cannot be copied"):
         model(torch.randn(2, 8, 16), value)
+
+
+def test_an_attribute_that_has_no_copy_is_refused_by_name():
+    model = planned(custom_model(), "full")
+    model.layers[1].stats = NoCopies(value=torch.ones(1))
+    with pytest.raises(HfCkptError, match=r"block 'layers\.1' has an attribute `stats` that cannot be copied"):
+        custom_loss(model)
 
 
 def adds(block, hidden, value):
