@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import compat
 from hf_ckpt.attach import switches
+from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.hooks import HeadForward, Instead, ModelHook, Skipped, warn_whole
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
-from hf_ckpt.attach.record import RECORD, Decider, Functions, Installation, installation
+from hf_ckpt.attach.record import RECORD, ChunkCalls, Decider, Functions, Installation, installation
 from hf_ckpt.attach.switches import FUNCTION, carriers, function_of, is_on
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region, hooks_for
@@ -32,6 +34,11 @@ from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+"""Where a module has its forward hooks, and the options of these, by their number."""
 GIVEN_PLAN = "(given as a Plan object)"
 """The value of `Spec.plan` for a plan that was passed as an object, and so has no path."""
 
@@ -65,7 +72,8 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
     }
     regions_here = {id(region) for record in records.values() for region in record.regions.values()}
     functions = map(function_of, blocks.modules.values())
-    if any(isinstance(function, Region) and id(function) not in regions_here for function in functions):
+    is_part = base not in records or not records[base].enabled  # else these are copies of its own blocks
+    if is_part and any(isinstance(function, Region) and id(function) not in regions_here for function in functions):
         raise OwnerConflictError(
             f"{blocks.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
             "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
@@ -76,7 +84,7 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
         detach(module)
     if record is None:
         record = Installation(spec, plan, decider=decider)
-        record.originals = {name: switches.read(module) for name, module in carriers(base).items()}
+        record.originals = {name: switches.original(module) for name, module in carriers(base).items()}
         vars(base)[RECORD] = record
         # Under `vars`, they are no submodules, and the class and other models keep their methods. Libraries call either
         # name, and transformers' new method looks whether an object has replaced the old one.
@@ -116,14 +124,21 @@ def adopt(blocks: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> 
     """
     if record.enabled:
         take_off(blocks.base, record)
-    # What they have measured and found was under another spec.
-    record.session = None
-    record.watch = None
     record.spec = spec
     record.plan = plan
-    record.heads.last = ""
-    record.functions = Functions(spec)
-    record.regions = record.functions.of(plan)
+    _begin_anew(record)
+
+
+def _begin_anew(record: Installation) -> None:
+    """Forget what was measured, found and counted under another spec, or on other blocks."""
+    if record.session is not None:
+        record.session.stop(record)
+    record.session = None
+    record.watch = None
+    record.heads = ChunkCalls()
+    record.functions = Functions(record.spec)
+    record.regions = record.functions.of(record.plan)
+    record.made_for = None
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
@@ -279,9 +294,13 @@ def put_on(blocks: FoundBlocks, record: Installation) -> None:
     base = blocks.base
     if record.enabled:
         _take_off(base, record)
-    record.remove_hooks()
+    made_for = list(map(weakref.ref, blocks.modules.values()))
+    if record.made_for not in (None, made_for):  # functions of a replaced block refer to it
+        _begin_anew(record)
+    record.made_for = made_for
+    _remove_hooks(base, record)
     for name, module in carriers(base).items():
-        before = record.originals.setdefault(name, switches.read(module))  # layers may have been added since
+        before = record.originals.setdefault(name, switches.original(module))  # layers may have been added since
         switches.switch(module, record.regions.get(name), before)
     regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
     record.functions.hooked = len(record.functions.made)
@@ -312,8 +331,12 @@ def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
     for stack, owner in zip(dict.fromkeys(block.stack for block in blocks.blocks), blocks.owners, strict=True):
         stack_of.setdefault(owner, stack)
     drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
+    planned = set(blocks.modules.values())
+    record.children = []
     for name, module in base.named_modules():
         parts = set(module.modules())
+        if not parts.isdisjoint(planned) and module not in planned:
+            record.children.append(vars(module)["_modules"])
         is_model = isinstance(module, compat.transformers.PreTrainedModel)
         if parts.isdisjoint(stack_of) or not (is_model or module in stack_of):
             continue
@@ -329,6 +352,9 @@ def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
         hook = PassHook(base, Place(session_name, parameters, names, is_last, drops_caches))
         record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         record.handles.append(_always_after(module, hook.after))
+    # Without copies, the next forward plans for blocks that the plan does not name.
+    is_for_these = {block.name for block, _ in record.plan.actions} == blocks.modules.keys()
+    record.children_before = [dict(children) for children in record.children] if is_for_these else []
 
 
 def _always_after(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
@@ -378,8 +404,8 @@ def take_off(base: compat.transformers.PreTrainedModel, record: Installation) ->
 
 def _take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
     for name, module in carriers(base).items():
-        switches.switch_off(module, record.originals.get(name, {}))
-    record.remove_hooks()
+        switches.switch_off(module, record.originals.get(name, switches.original(module)))
+    _remove_hooks(base, record)
     for module in base.modules():  # not only the current head: adapters may have wrapped it since
         replaced = (HeadForward, Instead, Skipped)
         for name in [key for key, value in vars(module).items() if isinstance(value, replaced)]:
@@ -392,6 +418,27 @@ def _take_off(base: compat.transformers.PreTrainedModel, record: Installation) -
     record.input_gradient_hooks = 0
     record.enabled = False
     record.blocks = {}
+    record.children = []
+    record.children_before = []
+
+
+def _remove_hooks(base: nn.Module, record: Installation) -> None:
+    """Remove all hooks of a plan, also those that came with a copy of a block, to which no handle refers."""
+    record.remove_hooks()
+    for module in base.modules():
+        hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        for key in [key for key, hook in hooks if _has_no_handle(hook)]:
+            for name in _HOOKS:
+                vars(module)[name].pop(key, None)
+
+
+def _has_no_handle(hook: Any) -> bool:
+    """Whether a forward hook that is left when all handles are removed came with a copy of a block."""
+    function = getattr(hook, "func", hook)  # of a partial one
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, Boundaries):
+        return not owner.is_on  # the session that measures a step has their handles
+    return not isinstance(owner, Reminder) and str(function.__module__).startswith("hf_ckpt.")
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
@@ -418,6 +465,17 @@ def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
     for name, module in record.blocks.items():
         if record.regions.get(name) is not before.get(name):
             switches.switch(module, record.regions.get(name), record.originals[name])
+
+
+def tell_plan(base: nn.Module, record: Installation) -> None:
+    """Log the plan that was put on a model, unless it was the last one that was logged."""
+    text = record.plan.summary()
+    if record.spec.is_planned:  # the plan of a batch is logged when it is made
+        budget = record.spec.to_dict().get("budget", "")
+        text = f"{record.spec.policy} {budget}".rstrip() + ", planned in the first steps"
+    if record.logged != (record.spec, text):
+        record.logged = (record.spec, text)
+        tell("hf_ckpt: %s: %s", type(base).__name__, text)
 
 
 class EnableHook(ModelHook):
@@ -459,14 +517,7 @@ class EnableHook(ModelHook):
             adopt(blocks, record, *decided)
         put_on(blocks, record)
         EnableHook.calls += 1
-        if record.logged == (record.spec, record.plan):
-            return
-        record.logged = (record.spec, record.plan)
-        text = record.plan.summary()
-        if record.spec.is_planned:  # the plan of a batch is logged when it is made
-            budget = record.spec.to_dict().get("budget", "")
-            text = f"{record.spec.policy} {budget}".rstrip() + ", planned in the first steps"
-        tell("hf_ckpt: %s: %s", type(base).__name__, text)
+        tell_plan(base, record)
 
 
 class DisableHook(ModelHook):

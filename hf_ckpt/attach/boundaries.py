@@ -88,6 +88,11 @@ class Boundaries:
         self._running = None
 
     @property
+    def is_on(self) -> bool:
+        """Whether it marks boundaries: not on a copy, nor after `remove`."""
+        return self._mark is not None
+
+    @property
     def has_graph(self) -> bool:
         """Whether the graph of a forward of this step exists."""
         return self._graphs() is not None

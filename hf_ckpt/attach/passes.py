@@ -96,6 +96,9 @@ class PassHook(ModelHook):
         record = self.record
         if record is None or not record.enabled:
             return None
+        # Compared without a call, because it happens in every forward.
+        if record.children != record.children_before and record.decider is not None:
+            record.decider.changed(self.base, record)
         if not (torch.is_grad_enabled() and module.training):
             record.passes += 1
             self._warn_of_eval_mode(module, record)

@@ -60,6 +60,9 @@ class Decider(Protocol):
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with these options; None if they do not change."""
 
+    def changed(self, base: nn.Module, record: Installation) -> None:
+        """Plan for the layers that a model has now. Some were added, removed or replaced while its plan is enabled."""
+
     def before_forward(
         self, base: nn.Module, record: Installation, running: nn.Module, stack: str | None, args: Any, kwargs: Any
     ) -> None:
@@ -160,8 +163,8 @@ class Installation:
     """The plan that is applied, or will be when checkpointing is enabled."""
     enabled: bool = False
     """Whether the plan is on the blocks now."""
-    logged: tuple[Spec, Plan] | None = None
-    """The spec and the plan that were last logged."""
+    logged: tuple[Spec, str] | None = None
+    """The spec and the plan that were last logged, the plan in words."""
 
     # How to restore the model.
     originals: dict[str, Values] = dataclasses.field(default_factory=dict)
@@ -178,6 +181,12 @@ class Installation:
     """Block name -> its checkpointing function, for every block whose action is not `keep`."""
     blocks: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     """Block name -> the module that the plan is on; empty while nothing is enabled."""
+    children: list[dict[str, nn.Module | None]] = dataclasses.field(default_factory=list)
+    """The children of each module around blocks: the dicts of the modules themselves."""
+    children_before: list[dict[str, nn.Module | None]] = dataclasses.field(default_factory=list)
+    """Copies of these from when the plan was put on. They differ once a layer was added, removed or replaced."""
+    made_for: list[weakref.ref[nn.Module]] | None = None
+    """The blocks that `functions` were made for, in order; None if not known."""
 
     # Of the run. A copy of the model begins a run of its own: see `__getstate__`.
     decider: Decider | None = None
@@ -252,7 +261,7 @@ class Installation:
 
     def __getstate__(self) -> dict[str, object]:
         # What was planned for a batch depends on this process and its memory.
-        return {**vars(self), "session": None, "watch": None, "outermost": None}
+        return {**vars(self), "session": None, "watch": None, "outermost": None, "made_for": None}
 
 
 def installation(model: nn.Module) -> Installation | None:

@@ -67,6 +67,12 @@ def read(module: nn.Module) -> dict[str, object]:
     return {name: vars(module)[name] for name in (FLAG, FUNCTION, KEEPS_CACHE) if name in vars(module)}
 
 
+def original(module: nn.Module) -> Values:
+    """Return what `read` returns for a module that is not planned yet."""
+    # A copy of a planned block has the values that hf_ckpt has set on the block.
+    return {} if isinstance(function_of(module), Region) else read(module)
+
+
 def write(module: nn.Module, values: Values) -> None:
     """Set a module's attributes to what `read` returned; delete those that were absent."""
     # nn.Module's own `__setattr__` looks for parameters, buffers and modules, and takes ten times as long. Plans may

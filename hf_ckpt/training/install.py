@@ -12,12 +12,14 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.attach import attach as on_model
-from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, spec_of
+from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, put_on, spec_of, tell_plan
 from hf_ckpt.attach.process import ProcessHooks, everywhere
 from hf_ckpt.attach.record import Installation, installation
+from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.planner.policies import fit_plan, make_plan
+from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec, SpecLike
@@ -107,7 +109,9 @@ def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
     """
     blocks = find_blocks(model)
     if spec is not None or installation(blocks.base) is None:
-        attach(blocks, *decide(blocks, spec), DECIDER)
+        record = attach(blocks, *decide(blocks, spec), DECIDER)
+        if record.enabled:
+            tell_plan(blocks.base, record)
 
 
 def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
@@ -143,6 +147,25 @@ class Decider:
         # Keep a plan that was loaded or passed before; its file may be gone by now.
         _, plan = decide(blocks, record.plan)
         return spec, dataclasses.replace(plan, head=spec.head) if "head" in options else plan
+
+    def changed(self, base: nn.Module, record: Installation) -> None:
+        """Plan for the layers that a model has now. Some were added, removed or replaced while its plan is enabled."""
+        blocks = find_blocks(base)
+        try:
+            decided = self.asked(blocks, record, {})
+        except (SpecError, PlanMismatchError) as error:  # no reason to end a training
+            text = (
+                "hf_ckpt: the layers of %s have changed, and its plan does not fit them. New ones keep everything. %s"
+            )
+            warn_once(log, text, blocks.model, error)
+            planned = record.plan.active()
+            actions = tuple((block, planned.get(block.name, KEEP)) for block in blocks.blocks)
+            decided = record.spec, dataclasses.replace(record.plan, actions=actions)
+        if decided is None:  # as many as before, or only others than blocks, such as the head
+            put_on(blocks, record)
+            return
+        attach(blocks, *decided, self)
+        tell_plan(base, record)
 
     def before_forward(
         self, base: nn.Module, record: Installation, running: nn.Module, stack: str | None, args: Any, kwargs: Any

@@ -1,0 +1,138 @@
+"""Layers that are added, removed or replaced while a plan is enabled: the plan is put on those that the model has."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from helpers.installed import forward_hooks
+from helpers.steps import assert_same, enable, planned, recomputed, step, without_collector
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.attach.record import installation
+from hf_ckpt.attach.switches import FLAG, FUNCTION
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+BATCH = tiny_batch("llama")
+BUDGET = {"policy": "budget", "budget": "1GiB"}
+
+
+def new_layer(model, index):
+    torch.manual_seed(index)
+    return LlamaDecoderLayer(model.config, index).train()
+
+
+def replaced(model):
+    model.model.layers[2] = new_layer(model, 2)
+
+
+def appended(model):
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+
+
+def inserted(model):
+    model.model.layers.insert(0, copy.deepcopy(model.model.layers[3]))
+
+
+def removed(model):
+    del model.model.layers[1:3]
+
+
+def swapped(model):
+    layers = model.model.layers
+    layers[0], layers[3] = layers[3], layers[0]
+
+
+def shared(model):
+    model.model.layers[3] = model.model.layers[1]
+
+
+def stack_replaced(model):
+    model.model.layers = nn.ModuleList(new_layer(model, index) for index in range(3))
+
+
+def moved_in(model):
+    other = tiny_model("llama", seed=1)
+    if installation(model) is not None:
+        planned(other, "selective")
+    model.model.layers[1] = other.model.layers[2]
+
+
+CHANGES = (replaced, appended, inserted, removed, swapped, shared, stack_replaced, moved_in)
+
+
+def changed(model, change):
+    """Change a model's layers, and return weak references to those that it had and does not have any more."""
+    before = list(find_blocks(model).modules.values())
+    change(model)
+    model.config.num_hidden_layers = len(model.model.layers)
+    after = set(find_blocks(model).modules.values())
+    return [weakref.ref(module) for module in before if module not in after]
+
+
+def functions(model):
+    return {name: vars(module).get(FUNCTION) for name, module in find_blocks(model).modules.items()}
+
+
+CASES = [*(("full", change) for change in CHANGES), ("selective", appended), ("selective", moved_in)]
+
+
+@pytest.mark.parametrize(("spec", "change"), [*CASES, (BUDGET, replaced), (BUDGET, appended)], ids=str)
+def test_the_plan_is_put_on_the_layers_that_the_model_has(spec, change):
+    """From the next forward on. What was replaced is freed, and copies of planned blocks keep nothing of the plan."""
+    plain, model = tiny_model("llama"), planned(tiny_model("llama"), spec)
+    step(model, BATCH)
+    model(**BATCH)  # under a budget, its graph is measured when a layer is copied
+    changed(plain, change)
+    expected = step(plain, BATCH)
+    with without_collector():
+        gone = changed(model, change)
+        assert_same(expected, step(model, BATCH))
+        assert [module() for module in gone] == [None] * len(gone)
+    assert functions(model) == installation(model).regions
+    assert list(functions(model)) == [block.name for block, _ in hf_ckpt.describe(model).plan.actions]
+    assert sorted(set(recomputed(model))) == sorted(functions(model))
+    hf_ckpt.uninstall(model)
+    assert forward_hooks(model) == forward_hooks(plain)
+    assert not any(vars(module).keys() & {FLAG, FUNCTION} for module in find_blocks(model).modules.values())
+
+
+@pytest.mark.parametrize("change", [replaced, appended, removed])
+@pytest.mark.parametrize("off", ["paused", "disabled"])
+def test_layers_that_change_while_the_plan_is_off_get_it_too(off, change):
+    model = planned(tiny_model("llama"))
+    step(model, BATCH)
+    with without_collector():
+        if off == "paused":
+            with hf_ckpt.paused(model):
+                gone = changed(model, change)
+        else:
+            getattr(model, compat.transformers.DISABLE_NAMES[-1])()
+            gone = changed(model, change)
+            enable(model)
+        step(model, BATCH)
+        assert [module() for module in gone] == [None] * len(gone)
+    assert recomputed(model) == list(functions(model))
+
+
+def test_a_plan_that_does_not_fit_any_more_is_said_once(caplog):
+    model = planned(tiny_model("llama"), {"layers": "1,3"})
+    changed(model, removed)
+    for _ in range(2):
+        step(model, BATCH)
+    assert recomputed(model) == ["model.layers.1"] * 2
+    assert caplog.text.count("the layers of LlamaForCausalLM have changed, and its plan does not fit them") == 1
+    assert "names 3, but stack 'decoder' has blocks 0 to 1" in caplog.text
+
+
+def test_a_new_head_runs_in_chunks_and_counts_stay():
+    model = planned(tiny_model("llama"), {"head": 5})
+    step(model, BATCH)
+    model.resize_token_embeddings(400)
+    step(model, BATCH)
+    described = hf_ckpt.describe(model)
+    assert (described.chunked_heads, set(described.recomputed.values())) == (2, {2})
