@@ -132,12 +132,6 @@ class ChangedBlockError(BlockError):
         super().__init__(block, f"{change} between the forward and the backward.")
 
 
-class TileError(BlockError):
-    """A feed-forward cannot run in tiles. `block` names it."""
-
-    advice = "Leave `mlp` out, or give its block another policy than `full` by a rule."
-
-
 class RebuildError(BlockError):
     """What `selective` ran again in backward returned or saved other tensors than in the forward."""
 

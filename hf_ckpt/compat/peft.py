@@ -73,3 +73,12 @@ def is_merged(name: str, value: Any) -> bool:
     Neither the weight's address nor its version shows a merge.
     """
     return name == "merged_adapters" and type(value) is list
+
+
+def counts_tokens(module: nn.Module) -> bool:
+    """Whether adapters in a module act on the last tokens of each row only (activated LoRA).
+
+    PEFT passes their number by hooks that it registers for one forward.
+    """
+    variants = (variant for inner in module.modules() for variant in getattr(inner, "lora_variant", {}).values())
+    return any(type(variant).__name__.startswith("ALora") for variant in variants)

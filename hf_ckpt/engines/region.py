@@ -45,6 +45,8 @@ class Region:
     the stack sets it."""
     takes_caches: bool = False
     """Whether the block may get a KV cache, which a second forward would write twice."""
+    runs_whole: bool = False
+    """Whether no feed-forward of the block runs in tiles, although the action asks for it."""
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
     dropped_tensors: int = 0

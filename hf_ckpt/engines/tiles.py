@@ -32,7 +32,7 @@ from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.seen import NO_TENSORS
 from hf_ckpt.engines.state import StepState
-from hf_ckpt.errors import TileError
+from hf_ckpt.errors import reason_of, shown
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.models.parts import feed_forwards
@@ -64,8 +64,18 @@ class TiledRegion(FullSelectiveRegion):
         super().__init__(block, save=SAVE_CLASSES, **options)
         self.tile = tile
         self.options = options
-        self.parts: dict[str, FullRegion] = {}
-        """Name of a feed-forward that was tried -> the region of each of its tiles, which counts them."""
+        self.parts: dict[str, FullRegion | None] = {}
+        """Name of a feed-forward that was tried -> the region of each of its tiles, which counts them; None for one
+        that runs as a whole."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run `fn(*args)`, the block's own forward. If a tile fails, run it once more, with that part as a whole."""
+        try:
+            return super().__call__(fn, *args)
+        except _TileFailedError:
+            # Not from the feed-forward on: torch's checkpoint has counted what the tiles before saved.
+            self.forwards -= 1
+            return self(fn, *args)
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the block's own forward `fn`, with its feed-forwards in tiles both in the forward and later."""
@@ -87,20 +97,38 @@ class TiledRegion(FullSelectiveRegion):
         if rows.shape[1] <= tokens:
             return forward(hidden)
         if name not in self.parts:
-            try_halves(f"{self.block}.{name}", module, forward, rows.detach()[:, :TRIED_TOKENS])
-            self.parts[name] = FullRegion(f"{self.block}.{name}", **self.options)
+            self._set_part(name, module, why_whole(module, forward, rows.detach()[:, :TRIED_TOKENS]))
         part = self.parts[name]
+        if part is None:
+            return forward(hidden)
         part.parameters_stay = self.parameters_stay
+        try:
+            output = self._in_tiles(part, module, forward, torch.split(rows, tokens, dim=1))
+        except Exception as error:
+            # A recomputation must run as the forward did, and torch ends it by an exception, too.
+            if compat.torch.running_node() is not None or compat.devices.is_out_of_memory(error):
+                raise
+            self._set_part(name, module, f"a tile raised {reason_of(error)}")
+            raise _TileFailedError from error
+        return output.view(*hidden.shape[:-1], output.shape[-1])
+
+    def _set_part(self, name: str, module: nn.Module, why: str | None) -> None:
+        """Record that a feed-forward runs in tiles; as a whole from now on, if there is a reason `why`."""
+        self.parts[name] = FullRegion(f"{self.block}.{name}", **self.options) if why is None else None
+        self.runs_whole = not any(self.parts.values())
+        if why is not None:
+            warn_once(log, "hf_ckpt: %s runs as a whole, not in tiles: %s.", type(module).__name__, why)
+
+    def _in_tiles(self, part: FullRegion, module: nn.Module, forward: Callable[..., Any], tiles: Any) -> torch.Tensor:
+        """Run a feed-forward on each tile, [1, tokens, hidden size], and join the outputs."""
         run = functools.partial(run_with_sums, module, forward, sums_of(module))
-        tiles = torch.split(rows, tokens, dim=1)
         inputs = [_Input.apply(torch.empty(0, requires_grad=True), tile) for tile in tiles]  # type: ignore
         # If autocast cached casts of weights, their gradients would be summed in 16 bits.
-        device_type = rows.device.type
+        device_type = tiles[0].device.type
         dtype = compat.devices.autocast_dtype(device_type)
         with compat.devices.autocast_to(device_type, dtype, caches=False):
             outputs = [part.checkpointed(_Tile(part, run, *tile)) for tile in zip(tiles, inputs, strict=True)]
-        output = torch.cat(outputs, dim=1)
-        return output.view(*hidden.shape[:-1], output.shape[-1])
+        return torch.cat(outputs, dim=1)
 
 
 def sums_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,31 +148,56 @@ def run_with_sums(module: nn.Module, forward: Any, sums: dict[str, torch.Tensor]
         return forward(rows)
 
 
-def try_halves(name: str, module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor) -> None:
-    """Run a feed-forward on some tokens [1, tokens, hidden size] and on each half of them, and compare the outputs.
+def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor) -> str | None:
+    """Return why a feed-forward does not run in tiles; None if it does. Warn once if it draws random numbers.
 
-    Dropout is off. Buffers and random state are restored. Fake tensors have no values to compare.
-
-    Raises `TileError` if the outputs differ by more than rounding, or if parts of the feed-forward are sharded by
-    themselves, because they would be gathered for every tile.
+    It is tried on some tokens [1, tokens, hidden size]. Buffers, modes and random state are restored.
     """
-    if any(map(compat.distributed.is_sharded, module.children())):
-        raise TileError(name, "its parts are sharded one by one (FSDP).")
+    if any(map(compat.distributed.is_sharded, module.children())):  # they would be gathered for every tile
+        return "its parts are sharded one by one (FSDP)"
+    if compat.peft.counts_tokens(module):
+        return "its activated LoRA counts tokens from the end of a row"
     before = StepState(module, compat.process_state.devices_of([rows]))
-    autocast_dtype = compat.devices.autocast_dtype(rows.device.type)
-    with contextlib.ExitStack() as trial:
-        trial.callback(before.restore)
-        for inner in module.modules():
-            if isinstance(inner, nn.Dropout):
-                trial.enter_context(mock.patch.object(inner, "training", False))
-        trial.enter_context(torch.no_grad())
-        trial.enter_context(autocast(rows.device.type, autocast_dtype))  # without cached casts that outlive the trial
+    try:
+        maps_tokens = differs_by_rounding(forward, rows)
+        draws = before.random.may_have_moved()
+        if draws and not maps_tokens:  # other masks of dropout say nothing, so they are left out
+            with contextlib.ExitStack() as modes:
+                for inner in module.modules():
+                    # Norms of a batch mix tokens in train mode only.
+                    if not isinstance(inner, nn.modules.batchnorm._NormBase):
+                        modes.enter_context(mock.patch.object(inner, "training", False))
+                maps_tokens = differs_by_rounding(forward, rows)
+    except Exception as error:
+        if compat.devices.is_out_of_memory(error):
+            raise
+        return f"some of its tokens alone raised {reason_of(error)}"
+    finally:
+        before.restore()
+    if not maps_tokens:
+        return "it does not map each token by itself"
+    if draws:
+        kind = type(module).__name__
+        warn_once(log, "hf_ckpt: %s draws its dropout for each tile, so masks differ from those without `mlp`.", kind)
+    return None
+
+
+def differs_by_rounding(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
+    """Whether the outputs of all rows, and of each half of them, differ by no more than rounding.
+
+    Fake tensors have no values to compare.
+    """
+    dtype = compat.devices.autocast_dtype(rows.device.type)
+    with torch.no_grad(), autocast(rows.device.type, dtype):  # without cached casts that outlive the trial
         whole = forward(rows)
         halves = torch.cat([forward(half) for half in rows.tensor_split(2, dim=1)], dim=1)
-    allowed = ROUNDINGS * torch.finfo(autocast_dtype or rows.dtype).eps
+    allowed = ROUNDINGS * torch.finfo(dtype or rows.dtype).eps
     is_near = (whole - halves).float().norm(dim=-1) <= allowed * whole.float().norm(dim=-1)
-    if is_near.shape != rows.shape[:2] or not (compat.torch.is_fake(is_near) or is_near.all()):
-        raise TileError(name, "it does not map each token by itself.")
+    return is_near.shape == rows.shape[:2] and (compat.torch.is_fake(is_near) or bool(is_near.all()))
+
+
+class _TileFailedError(Exception):
+    """A tile of a feed-forward raised an error. From now on, it runs as a whole."""
 
 
 class _Tile(Counted):
@@ -215,12 +268,19 @@ def make(request: Request) -> Region:
 
 
 def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
-    """Yield what replaces the forwards of feed-forwards. Warn once for each kind of block that has none."""
-    for name in dict.fromkeys(region.block for region in regions if isinstance(region, TiledRegion)):
+    """Yield what replaces the forwards of feed-forwards. Warn once of the blocks that have none."""
+    tiled = [region for region in regions if isinstance(region, TiledRegion)]
+    without: dict[str, list[str]] = {}
+    for name in dict.fromkeys(region.block for region in tiled):
         block = blocks.modules[name]
         names = feed_forwards(block)
         if not names:
-            why = "none of its modules maps one tensor by several matrices, or a router sends tokens to experts"
-            warn_once(log, "hf_ckpt: no part of %s runs in tiles, because %s.", type(block).__name__, why)
+            without.setdefault(type(block).__name__, []).append(name)
         for part in names:
             yield Hook(block.get_submodule(part), functools.partial(_run, part), "instead")
+    why = "none of its modules maps one tensor by several matrices, or a router sends tokens to experts"
+    for kind, names_of_kind in without.items():
+        text = shown(", ".join(names_of_kind), quoted=False)
+        warn_once(log, "hf_ckpt: no part of %s (%s) runs in tiles, because %s.", kind, text, why)
+    for region in tiled:
+        region.runs_whole = region.runs_whole or any(region.block in names for names in without.values())

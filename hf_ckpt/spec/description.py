@@ -70,6 +70,8 @@ class Description:
     """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
+    not_in_tiles: tuple[str, ...] = ()
+    """Blocks that should run feed-forwards in tiles, but have none that does."""
 
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "installed, not enabled (call activation_checkpointing_enable())"
@@ -119,6 +121,8 @@ class Description:
             yield "  `selective` runs as `full` in graphs of torch.compile"
         if self.compiled_by_others:
             yield f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks"
+        if self.not_in_tiles:
+            yield f"  not in tiles, see the warning: {', '.join(self.not_in_tiles)}"
         if self.moved:
             moved = format_bytes(sum(self.moved.values()))
             yield f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks"

@@ -10,16 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.adapters import with_lora
+from helpers.adapters import lora_config, with_lora
 from helpers.experts import experts
 from helpers.others import other_model
 from helpers.steps import assert_near, assert_same, enable, gradients, planned, step, without_cache
+from peft import get_peft_model
 from torch import nn
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.tiles import AUTO_TOKENS, try_halves
-from hf_ckpt.errors import TileError
+from hf_ckpt.engines.tiles import AUTO_TOKENS, why_whole
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
@@ -210,14 +210,99 @@ class Scale(nn.Module):
         return x / x.detach().abs().max()
 
 
-@pytest.mark.parametrize("mixes", [Shift, Scale])
-def test_a_feed_forward_that_mixes_tokens_is_refused(mixes):
-    model = tiny_model("llama", layers=2, dropout=0.1)
-    model.model.layers[1].mlp.act_fn = mixes()
+class Batch(nn.Module):
+    """Normalises over the batch in train mode, behind a dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(64), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.norm(self.drop(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Long(nn.Module):
+    """Takes inputs of several tokens only. The last tile has one."""
+
+    def forward(self, x):
+        if x.shape[1] == 1:
+            raise ValueError("one token")
+        return x
+
+
+class Fixed(nn.Module):
+    """A product over tokens, as in models that take a fixed number of patches."""
+
+    def forward(self, x):
+        return torch.einsum("bth,ts->bsh", x, torch.ones(23, 23))
+
+
+AS_A_WHOLE = {
+    Shift: "it does not map each token by itself",
+    Scale: "it does not map each token by itself",
+    Batch: "it does not map each token by itself",
+    Long: "a tile raised one token",
+    Fixed: "some of its tokens alone raised RuntimeError: einsum",
+}
+
+
+@pytest.mark.parametrize("kind", AS_A_WHOLE)
+def test_a_feed_forward_that_needs_all_tokens_runs_as_a_whole(kind, caplog):
+    """And that is said once, and by `describe`. A step in which a tile fails goes on."""
+    model = tiny_model("llama", layers=3)
+    for layer in model.model.layers[1:]:
+        layer.mlp.act_fn = kind()
+    expected = step(model, batch_of("llama"))
     planned(model, TILED)
-    torch.manual_seed(3)
-    with pytest.raises(TileError, match=r"'model\.layers\.1\.mlp': it does not map each token by itself"):
+    assert_near(expected, step(model, batch_of("llama")))
+    with counted_runs(model) as seen:
+        assert_near(expected, step(model, batch_of("llama")))
+    assert seen.count(46) == 2 * 2
+    assert seen.count(5) == 2 * 9
+    assert caplog.text.count("runs as a whole") == 1
+    assert f"LlamaMLP runs as a whole, not in tiles: {AS_A_WHOLE[kind]}" in caplog.text
+    assert hf_ckpt.describe(model).not_in_tiles == ("model.layers.1", "model.layers.2")
+
+
+def test_a_budget_goes_on_if_a_tile_fails(caplog):
+    model = tiny_model("llama", layers=2)
+    model.model.layers[1].mlp.act_fn = Long()
+    planned(model, {"policy": "budget", "budget": "3MiB", "mlp": 5, "check_every": 0})
+    for _ in range(8):
         step(model, batch_of("llama"))
+    assert installation(model).measuring is None
+    assert caplog.text.count("a tile raised one token") == 1
+
+
+def test_activated_lora_runs_as_a_whole(caplog):
+    """PEFT gives its layers the lengths of all rows."""
+    config = lora_config("llama", alora_invocation_tokens=[5, 6], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model, batch = get_peft_model(tiny_model("llama", layers=2), config).train(), batch_of("llama")
+    batch["input_ids"][:, 15:17] = torch.tensor([5, 6])
+    expected = step(model, batch)
+    planned(model, TILED)
+    assert_same(expected, step(model, batch))
+    assert caplog.text.count("its activated LoRA counts tokens") == 1
+
+
+class Dropped(nn.Module):
+    """Drops by a function, as Seed-OSS, and everything at once, as adapters do. Neither is an `nn.Dropout`."""
+
+    def forward(self, x):
+        x = nn.functional.dropout(x, 0.2, self.training)
+        return x * (torch.rand(()) > 0.5) if self.training else x
+
+
+def test_dropout_is_no_mix_of_tokens_but_drawn_for_each_tile(caplog):
+    model = tiny_model("llama", layers=2)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Dropped()
+    planned(model, TILED)
+    with counted_runs(model) as seen:
+        step(model, batch_of("llama"))
+    assert seen.count(5) == 2 * 2 * 9
+    assert caplog.text.count("LlamaMLP draws its dropout for each tile") == 1
+    assert hf_ckpt.describe(model).not_in_tiles == ()
 
 
 class Draws(nn.Module):
@@ -238,7 +323,7 @@ def test_the_trial_leaves_nothing():
     module.act = Draws()
     hidden = torch.randn(1, 8, module.c_fc.nx)
     state = torch.get_rng_state()
-    try_halves("mlp", module, module.forward, hidden)
+    assert why_whole(module, module.forward, hidden) is None
     assert torch.equal(torch.get_rng_state(), state)
     assert not module.act.runs
     assert all(inner.training for inner in module.modules())
@@ -249,7 +334,7 @@ def test_experts_are_left_out_and_that_is_said_once(caplog):
     expected = step(model, batch_of("llama"))
     planned(model, TILED)
     assert_same(expected, step(model, batch_of("llama")))
-    said = "no part of Qwen2MoeDecoderLayer runs in tiles, because none of its modules maps one tensor"
+    said = "no part of Qwen2MoeDecoderLayer (model.layers.0, model.layers.1) runs in tiles, because none of its modules"
     assert caplog.text.count(said) == 1
     assert not any(region.parts for region in installation(model).regions.values())
 
