@@ -15,7 +15,8 @@ for _power, _letter in enumerate("kmgt", start=1):
 _LEAST_BYTES = 2**20
 """A smaller size without a unit is refused: the unit was probably forgotten."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
-_SHARE = re.compile(r"\s*(\d*\.\d+|\d+(?=\s*%))\s*(%?)\s*")  # not a size: there are no half bytes
+# Not a size: there are no half bytes. Python writes a small share as 5e-05.
+_SHARE = re.compile(r"\s*(\d*\.\d+(?:[eE]-\d+)?|\d+[eE]-\d+|\d+(?=\s*%))\s*(%?)\s*")
 GIB = 2**30
 DEFAULT_SHARE = 0.9
 """Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use if no budget is given. The rest is for
@@ -92,9 +93,9 @@ def format_bytes(size_bytes: float | None) -> str:
     if size_bytes is None:
         return "-"
     value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+    for unit, digits in {"B": 0, "KiB": 2, "MiB": 2, "GiB": 2}.items():
+        if abs(round(value, digits)) < 1024:  # as it is written
+            return f"{value:.{digits}f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
 
@@ -103,11 +104,16 @@ def format_seconds(seconds: float | None) -> str:
     """Write a time in us, ms or s: `format_seconds(0.0123) == "12.3 ms"`; unknown (None) is a dash."""
     if seconds is None:
         return "-"
-    if seconds < 1e-3:
+    if round(seconds * 1e6) < 1000:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if round(seconds * 1e3, 1) < 1000:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds:.2f} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: `counted(1, "block") == "1 block"`, `counted(2, "block") == "2 blocks"`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def to_gib(size_bytes: float | None) -> float | None:

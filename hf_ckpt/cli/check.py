@@ -14,6 +14,7 @@ from typing import Any
 from hf_ckpt.cli.arguments import add_verb, positive, quiet_libraries
 from hf_ckpt.console import make_console, print_progress
 from hf_ckpt.errors import HfCkptError, reason_of
+from hf_ckpt.units import counted
 
 
 def add(verbs: Any) -> None:
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         table = Table("model", "loss", "gradients", "recomputed", "result", title=f"without and with {spec.to_json()}")
         for name, check in checks.items():
-            recomputed = f"{sum(check.recomputed.values())} in {len(check.plan.active())} blocks"
+            recomputed = f"{sum(check.recomputed.values())} in {counted(len(check.plan.active()), 'block')}"
             result = "ok" if check else "[bold red]FAILED"
             table.add_row(name, check.loss, check.gradients, recomputed, result)
         details = [f"{name}:\n{check}" for name, check in checks.items() if not check]

@@ -173,7 +173,8 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     if all(action.kind == "keep" for _, action in plan.actions):
         return {**NONE, **head}
     host = {"host_budget": exact_size(host_budget)} if host_budget else {}
-    return {"policy": "budget", "budget": f"{budget_bytes // 2**20}MiB", **head, **tiles, **host}
+    # Rounded up: the plan may need every byte of the budget.
+    return {"policy": "budget", "budget": f"{-(-budget_bytes // 2**20)}MiB", **head, **tiles, **host}
 
 
 def to_write(training: Question, spec: Mapping[str, Any]) -> dict[str, str]:

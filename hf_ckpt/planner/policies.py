@@ -124,9 +124,9 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return Action("full+tiles", tile=spec.mlp)
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
-    if spec.offload is True:
-        return OFFLOAD
-    return FULL if policy in PLANNED_POLICIES else Action(policy)
+    if policy in PLANNED_POLICIES:
+        return FULL
+    return OFFLOAD if spec.offload is True else Action(policy)
 
 
 def _select(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import format_bytes
+from hf_ckpt.units import counted, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Watched:
     def __str__(self) -> str:
         if not self.checks:
             return "no checks so far"
-        result = f"{len(self.differences)} checks found differences" if self.differences else "all equal"
-        return f"{self.checks} checks, {self.compared:,} tensors compared: {result}"
+        result = f"{counted(len(self.differences), 'check')} found differences" if self.differences else "all equal"
+        return f"{counted(self.checks, 'check')}, {self.compared:,} tensors compared: {result}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Description:
     def _lines_of_steps(self) -> Iterator[str]:
         """Which blocks ran and were recomputed, and whether their backward got what their forward had saved."""
         if self.frozen:
-            yield f"  {len(self.frozen)} blocks below the first trainable parameter save nothing"
+            verb = "saves" if len(self.frozen) == 1 else "save"
+            yield f"  {counted(len(self.frozen), 'block')} below the first trainable parameter {verb} nothing"
         calls = sum(self.forwards.values())
         if calls:
             # `full` counts a block's run, `selective` each operation: the two do not compare, so the line says so.
@@ -114,18 +115,19 @@ class Description:
     def _lines_of_parts(self) -> Iterator[str]:
         """What compilers, offloading, the head in chunks and `selective` did in the last forward."""
         if self.in_graphs:
-            yield f"  in graphs of torch.compile, where nothing is counted: {len(self.in_graphs)} blocks"
+            yield f"  in graphs of torch.compile, where nothing is counted: {counted(len(self.in_graphs), 'block')}"
         actions = self.plan.active()
         # Inside a graph there are no autograd nodes from which `selective` could rebuild; see `engines/rebuild`.
         if any(actions[name].kind == "selective" for name in self.in_graphs):
             yield "  `selective` runs as `full` in graphs of torch.compile"
         if self.compiled_by_others:
-            yield f"  compiled by something else, so that no share counts: {len(self.compiled_by_others)} blocks"
+            blocks = counted(len(self.compiled_by_others), "block")
+            yield f"  compiled by something else, so that no share counts: {blocks}"
         if self.not_in_tiles:
             yield f"  not in tiles, see the warning: {', '.join(self.not_in_tiles)}"
         if self.moved:
             moved = format_bytes(sum(self.moved.values()))
-            yield f"  moved to host memory in the last forward: {moved} of {len(self.moved)} blocks"
+            yield f"  moved to host memory in the last forward: {moved} of {counted(len(self.moved), 'block')}"
         if self.head_ran:
             yield f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far"
         if self.dropped_tensors:

@@ -19,7 +19,7 @@ from hf_ckpt.errors import PlanMismatchError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, KEEP, Action
 from hf_ckpt.spec.files import read_values, write_text
 from hf_ckpt.spec.reading import OPTIONS, READERS, one_of, read_keys
-from hf_ckpt.units import format_bytes, format_seconds
+from hf_ckpt.units import counted, format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 """Format version of saved plans, which each file contains."""
@@ -79,6 +79,9 @@ class Prediction:
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
+        for size in (data["peak_bytes"], data["tokens"], data.get("budget_bytes") or 0, *data["parts"].values()):
+            if type(size) is not int or abs(size) >= 2**63:  # True == 1 in Python
+                raise ValueError(f"bytes and tokens of a prediction must be whole numbers, but one is {shown(size)}")
         return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds})
 
 
@@ -143,7 +146,7 @@ class Plan:
             predicted = data.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
             head = READERS["head"](data.get("head", "full"))
-            return cls(data["family"], data["model"], actions, prediction, head)
+            return cls(_text(data, "family"), _text(data, "model"), actions, prediction, head)
         # People edit these files: any value may be of any type. These are what the readers raise for it.
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanMismatchError(f"{source} is damaged: {shown(error, 400)}") from error
@@ -176,7 +179,8 @@ class Plan:
         return "; ".join(parts)
 
     def __str__(self) -> str:
-        lines = [f"{self.model} (family {self.family}), {len(self.active())} of {len(self.actions)} blocks planned"]
+        blocks = counted(len(self.actions), "block")
+        lines = [f"{self.model} (family {self.family}), {len(self.active())} of {blocks} planned"]
         for stack, pairs in self.stacks().items():
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
             parts = [f"{action} {spans(indices)}" for action, indices in _positions(pairs).items()]
@@ -200,9 +204,10 @@ def _summary(pairs: list[tuple[Block, Action]]) -> str:
     chosen = _positions(pairs)
     chosen.pop(str(KEEP), None)
     if not chosen:
-        return f"everything is kept, in {len(pairs)} blocks"
+        return f"everything is kept, in {counted(len(pairs), 'block')}"
     if [len(indices) for indices in chosen.values()] == [len(pairs)]:
-        return f"{next(iter(chosen))} on all {len(pairs)} blocks"
+        every = "all " if len(pairs) > 1 else ""
+        return f"{next(iter(chosen))} on {every}{counted(len(pairs), 'block')}"
     parts = [
         f"{action} on block{'s' if len(indices) > 1 else ''} {spans(indices)}" for action, indices in chosen.items()
     ]
@@ -226,11 +231,18 @@ def _read_rows(stacks: Mapping[str, list[Mapping[str, Any]]]) -> Iterator[tuple[
     seen: set[str] = set()  # a file that names a block twice would give it the last action, without a word
     for stack, rows in stacks.items():
         for index, row in enumerate(rows):
-            name = row["block"]
+            name = _text(row, "block")
             if name in seen:
                 raise ValueError(f"{name} is named twice")
             seen.add(name)
-            yield Block(name=name, stack=str(stack), index=index, kind=row["kind"]), _read_action(row)
+            yield Block(name=name, stack=str(stack), index=index, kind=_text(row, "kind")), _read_action(row)
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    """Read a text of a saved plan. Raises `KeyError` or `ValueError` without one."""
+    if not isinstance(row[key], str):
+        raise ValueError(f"`{key}` must be a text, but is {shown(row[key])} instead")
+    return str(row[key])
 
 
 def _read_action(row: Mapping[str, Any]) -> Action:

@@ -240,12 +240,15 @@ def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     host = spec.host_budget is not None and not spec.offload and spec.plan is None
     saved_hint = "; to move what `selective` saves, write 'saved'"
     true_hint = "; to move what `full` saves, write true"
+    stays = fixed or spec.host_budget is None
+    if spec.is_planned:
+        saved_hint = true_hint = "; plans that offload need `host_budget`, such as '64GiB'"
     options = (  # as a user writes it, whether it is set, the policies that have it, what else may be meant
         ("budget", spec.budget is not None, ("budget",), ""),
         ("save", "save" in written and fixed, SAVING, ""),
         ("host_budget", host, ("offload", *PLANNED_POLICIES), ""),
-        ("offload: true", spec.offload is True and fixed, ("full", "offload"), saved_hint),
-        ("offload: saved", spec.offload == "saved" and fixed, ("selective",), true_hint),
+        ("offload: true", spec.offload is True and stays, ("full", "offload"), saved_hint),
+        ("offload: saved", spec.offload == "saved" and stays, ("selective",), true_hint),
         ("mlp", spec.mlp != "full", ("full", *PLANNED_POLICIES), ""),
     )
     if spec.policy == "budget" and spec.budget is None:

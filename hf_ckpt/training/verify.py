@@ -23,6 +23,7 @@ from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
 from hf_ckpt.training.install import trial
+from hf_ckpt.units import counted
 
 ROUNDING = 1e-5
 """Largest allowed difference of a gradient if sums are computed in another order: the head runs in chunks, or blocks
@@ -55,7 +56,7 @@ class Verification:
         return not self.problems
 
     def __str__(self) -> str:
-        recomputed = f"{sum(self.recomputed.values())} recomputations of {len(self.recomputed)} blocks"
+        recomputed = f"{sum(self.recomputed.values())} recomputations of {counted(len(self.recomputed), 'block')}"
         plan = f"plan: {self.plan.summary()}; {recomputed}"
         return "\n".join([plan, f"loss: {self.loss}", f"gradients: {self.gradients}", *self.problems])
 

@@ -24,7 +24,7 @@ from hf_ckpt.forecast.model import load_config
 from hf_ckpt.forecast.question import PRESETS, question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import GIB
+from hf_ckpt.units import GIB, parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = table(__file__, "answers.yaml")
@@ -202,6 +202,14 @@ def test_answers_of_the_cookbook_are_those_of_the_commands(name, monkeypatch):
 MINI = {"batch": 4, "tokens": 256, "device": "a10", "budget": "320MiB"}
 TINY = {"device": "cpu", "budget": "30MiB", "optimizer": "sgd"}
 BATCH = {"batch": 4, "tokens": 128}
+
+
+def test_a_plan_fits_into_the_budget_that_is_written(folder):
+    """Also if it needs every byte of the budget, which is written in MiB."""
+    asked = hf_ckpt.predict(str(folder), 8, tokens=64, device="t4")
+    least = hf_ckpt.predict(str(folder), 8, tokens=64, device="t4", budget=f"{asked.floor_bytes}B")
+    written = parse_bytes(least.rows[0].spec["budget"])
+    assert least.peak_bytes == least.budget_bytes == asked.floor_bytes <= written < asked.floor_bytes + 2**20
 
 
 def test_a_forecast_plans_for_other_budgets():

@@ -125,7 +125,7 @@ def test_a_printed_description_says_what_has_happened():
     text = str(Description(plan, {"policy": "full"}, True, ("encoder.block.0",), counts, counts))
     assert text.startswith('hf_ckpt: enabled; spec {"policy": "full"}')
     assert "1 of 4 blocks planned" in text
-    assert "1 blocks below the first trainable parameter save nothing" in text
+    assert "1 block below the first trainable parameter saves nothing" in text
     assert "3 forwards of planned blocks; 3 recomputations" in text
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
 
@@ -135,6 +135,12 @@ def test_a_plan_in_one_line(spec, said):
     plan = plan_for(spec, decoder=8)
     assert (plan.summary(), Plan.from_dict(plan.to_dict())) == (said, plan)
     assert plan_for(spec, encoder=8, decoder=8).summary() == f"encoder: {said}; decoder: {said}"
+
+
+def test_a_plan_of_one_block_in_one_line():
+    one = plan_for("full", decoder=1)
+    assert (one.summary(), str(one).splitlines()[0].split(", ")[-1]) == ("full on 1 block", "1 of 1 block planned")
+    assert plan_for("none", decoder=1).summary() == "everything is kept, in 1 block"
 
 
 def test_a_plan_in_one_line_names_the_head_once():
