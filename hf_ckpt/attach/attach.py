@@ -126,6 +126,7 @@ def adopt(blocks: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> 
         take_off(blocks.base, record)
     record.spec = spec
     record.plan = plan
+    record.tightened = None
     _begin_anew(record)
 
 

@@ -163,6 +163,8 @@ class Installation:
     """The plan that is applied, or will be when checkpointing is enabled."""
     enabled: bool = False
     """Whether the plan is on the blocks now."""
+    tightened: Spec | None = None
+    """The user's spec, if the guard has enabled a plan that needs less. An enable call with its options keeps that."""
     logged: tuple[Spec, str] | None = None
     """The spec and the plan that were last logged, the plan in words."""
 

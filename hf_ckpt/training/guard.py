@@ -30,7 +30,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import adopt, describe, put_on, spec_of
 from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import installation
-from hf_ckpt.attach.switches import carriers, is_on
+from hf_ckpt.attach.switches import is_on
 from hf_ckpt.engines.host_memory import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
@@ -38,8 +38,10 @@ from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
+from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
 from hf_ckpt.training.install import install_one
-from hf_ckpt.training.out_of_memory import report
+from hf_ckpt.training.out_of_memory import place_of, report
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,8 @@ class OomGuard:
         """The parameters that are trained."""
         self._steps: list[tuple[Callable[[], Any], StepState]] = []
         """The micro-steps since the last optimizer step, each with the state that it began with."""
+        self._tried: list[tuple[str, Plan]] = []
+        """The changes for the current micro-step, with the plan that each one led to."""
         self._running = threading.Lock()
         """Held while a micro-step runs."""
         self._gradients_left: _State | None = None
@@ -147,6 +151,7 @@ class OomGuard:
         # After a failure its gradients are dropped, and with them those of the micro-steps before it. So all run again.
         pending = self._steps[-1:]
         is_retry = False
+        self._tried.clear()
         while True:
             weights = _state_of(self._trained)
             try:
@@ -158,6 +163,9 @@ class OomGuard:
             except Exception as error:
                 # A guard inside the step has already tried all plans if it raises `OutOfPlansError`.
                 if isinstance(error, OutOfPlansError) or not compat.devices.is_out_of_memory(error):
+                    raise
+                if place_of(error) == "generation":  # no gradients are on, so that no plan needs less
+                    report(error, self.model)
                     raise
                 self._prepare_retry(error, weights)
             compat.devices.release_memory()  # the frames of the error, which hold what the step saved, are gone now
@@ -175,14 +183,17 @@ class OomGuard:
         try:
             self._drop_gradients(weights)
             change = tighten(self.model, exact=self.exact)
-            if change is None:
+            plan = describe(self.model).plan
+            # A step that installs or enables another plan by itself would run out of memory for ever.
+            if change is None or (change, plan) in self._tried:
                 tried = ", ".join(self.taken) or "no plan is tighter than the one installed"
                 raise HfCkptError(f"no tighter plan is left (tried: {tried}). Train on fewer tokens, or fewer weights.")
         except HfCkptError as refused:
             self._steps.clear()
             raise OutOfPlansError(f"{reason} hf_ckpt: {refused}") from error
         self.taken.append(change)
-        log.warning("hf_ckpt: the step is run again with: %s.\n%s", change, describe(self.model).plan)
+        self._tried.append((change, plan))
+        log.warning("hf_ckpt: the step is run again with: %s.\n%s", change, plan)
 
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
@@ -276,7 +287,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
 
     A plan that is installed but not enabled comes first, then the plans of `tighter_plan`. On a model without a plan,
     `selective` comes first, or what follows `full` if transformers' own checkpointing is enabled. From then on the
-    watch checks nothing, because there is no room.
+    watch checks nothing, because there is no room. Enable calls with the options of the user's plan keep the new one.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.
@@ -285,16 +296,21 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     Returns the change in words; None if no plan needs less.
     """
     base = base_model(model)
+    blocks = find_blocks(base)
     if installation(base) is None:
-        policy = "none"
-        if any(map(is_on, carriers(base).values())):  # transformers' own checkpointing keeps what `full` keeps
-            policy = "full"
-        install_one(base, policy)
+        spec = Spec(policy="none")
+        on = [block.index for block in blocks.blocks if is_on(blocks.modules[block.name])]
+        if on:  # transformers' own checkpointing keeps what `full` keeps
+            every = on[1] - on[0] if len(on) > 1 else len(blocks.blocks)
+            spec = Spec(every_n_layers=max(1, every))  # 0 between blocks of two stacks
+        install_one(base, spec)
     record = installation(base)
     assert record is not None
     record.end_watch()
-    blocks = find_blocks(base)
-    if not record.enabled and (record.plan.active() or record.plan.head != "full"):
+    asked = record.tightened or record.spec
+    # Whoever disables a plan that is tightened, such as TRL around a generation that fails, does not go back by that.
+    if record.tightened is None and not record.enabled and (record.plan.active() or record.plan.head != "full"):
+        record.tightened = asked
         put_on(blocks, record)
         return f"the installed plan ({record.plan.summary()})"
     head = None if exact else vocabulary_head(base)
@@ -306,5 +322,6 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         return None
     plan, change = tighter
     adopt(blocks, record, spec_of(plan, record.spec), plan)
+    record.tightened = asked
     put_on(blocks, record)
     return change

@@ -140,8 +140,11 @@ class Decider:
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with these options; None if they do not change."""
         spec = record.spec.updated(options)
-        if spec == record.spec and {block.name for block, _ in record.plan.actions} == blocks.modules.keys():
-            return None  # no layers were added or dropped, either
+        if {block.name for block, _ in record.plan.actions} == blocks.modules.keys():  # none were added or dropped
+            # TRL enables a model again after each generation, and a Trainer in each `train`.
+            asked = record.tightened
+            if spec == record.spec or (asked is not None and asked.updated(options) == asked):
+                return None
         if spec.plan is None or spec.plan != record.spec.plan:
             return spec, decide(blocks, spec)[1]
         # Keep a plan that was loaded or passed before; its file may be gone by now.

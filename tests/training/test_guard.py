@@ -29,6 +29,7 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec.actions import COMPILED, Action
+from hf_ckpt.spec.actions import SAVE_CLASSES as SAVE
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.training import guard as guarding
 from hf_ckpt.training.guard import OomGuard, tighten
@@ -490,6 +491,49 @@ def test_where_the_first_plan_comes_from():
     enable(waiting)  # a bare call keeps the tighter plan
     assert installation(waiting).spec == spec
     assert actions(waiting) == {SELECTIVE, FULL}
+
+
+def test_an_enable_call_with_the_options_of_the_user_keeps_the_tighter_plan():
+    model = tiny_model("llama")
+    options = {"policy": "selective", "layers": "0-1"}
+    hf_ckpt.install(model)
+    enable(model, options)
+    assert tighten(model, exact=True) == SELECTIVE  # blocks 2 and 3
+    for again in (options, {**options, "every_n_layers": 1, "offload": False}, None, {"use_reentrant": False}):
+        enable(model, again)
+        assert [action for _, action in hf_ckpt.describe(model).plan.actions] == [Action("selective", SAVE)] * 4
+    getattr(model, compat.transformers.DISABLE_NAMES[-1])()
+    assert tighten(model, exact=True) == FULL  # not "the installed plan", which memory ran out under
+    enable(model, {"policy": "selective"})  # of all blocks: another wish
+    assert actions(model) == {SELECTIVE}
+    assert tighten(model, exact=True) == FULL
+    hf_ckpt.install(model, {"policy": "selective"})
+    assert actions(model) == {SELECTIVE}
+
+
+@pytest.mark.skipif(len(compat.transformers.ENABLE_NAMES) < 2, reason="transformers 4 checkpoints every layer")
+def test_the_first_plan_is_what_transformers_checkpoints():
+    model = tiny_model("llama")
+    method = getattr(model, compat.transformers.ENABLE_NAMES[-1])
+    method(every_n_layers=2)
+    assert tighten(model, exact=True) == SELECTIVE  # blocks 1 and 3
+    getattr(model, compat.transformers.ENABLE_NAMES[-1])(every_n_layers=2)
+    assert [str(action) for _, action in hf_ckpt.describe(model).plan.actions] == [FULL, SELECTIVE] * 2
+
+
+def test_no_plan_is_tried_twice():
+    """Although the step installs its own plan each time."""
+    model, batch = tiny_model("llama", layers=2), tiny_batch("llama")
+    guard = OomGuard(model)
+
+    def step():
+        assert guard.attempts < 5
+        run_out(planned(model, "selective"))
+
+    with pytest.raises(OutOfPlansError, match="full"):
+        guard(step)
+    assert guard.taken == [FULL]
+    guard(lambda: forward_and_backward(planned(model, "selective"), batch))
 
 
 MOVED, LINEARS_TOO = (Action("selective", ("linear", "attention"), moved=moved) for moved in (True, False))

@@ -4,6 +4,7 @@ import importlib
 
 import datasets
 import pytest
+import torch
 import transformers
 from helpers.clients import COMMON, MIXED, OF_TRAINER, PLANS, STEPS, TASKS, assert_trained_alike, trained
 from helpers.failing import run_out
@@ -13,6 +14,7 @@ from helpers.tables import table
 from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
+from hf_ckpt.attach.attach import lost_blocks
 from hf_ckpt.models.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("quiet_and_alone")
@@ -110,14 +112,58 @@ class RunsOut:
 GENERATING = TRAININGS["generating"]
 
 
+def all_tensors(run):
+    """Tensors of all steps in one dict: those of a single step may all be 0, if its completions are equally good."""
+    return {(place, name): one[name] for place, one in enumerate(run.tensors) for name in one}
+
+
 @sparing("kind", GENERATING, "grpo")
 def test_a_step_that_runs_again_trains_on_the_same_completions(trl_run, kind):
     """TRL counts micro-steps, and each takes its own part of the completions."""
     settings = {**GENERATING[kind], "gradient_accumulation_steps": 2, "max_steps": 3}
     runs = [trl_run(kind, mixins=mixins, **settings) for mixins in ((), (hf_ckpt.OomGuardMixin, RunsOut))]
-    expected, got = ({(place, name): one[name] for place, one in enumerate(r.tensors) for name in one} for r in runs)
-    assert_same(expected, got)
+    assert_same(*map(all_tensors, runs))
     assert sum(hf_ckpt.describe(runs[1].model).recomputed.values()) > 0
+
+
+class NeedsFull:
+    """A mixin for a trainer: its losses run out of memory unless all blocks recompute."""
+
+    def compute_loss(self, model, *args, **kwargs):
+        assert self.oom_guard.attempts < 3, "the same change is made again and again"
+        if not is_full(model):
+            run_out()
+        return super().compute_loss(model, *args, **kwargs)
+
+
+def is_full(model):
+    return lost_blocks(model) == () and {str(one) for _, one in hf_ckpt.describe(model).plan.actions} == {"full"}
+
+
+@sparing("kind", GENERATING, "grpo")
+def test_the_plan_of_the_guard_stays_although_trl_enables_the_model_after_each_generation(trl_run, kind):
+    """With the options that the user's plan came from."""
+    settings = {**GENERATING[kind], "max_steps": 3}
+    reference = trl_run(kind, **settings)
+    run = trl_run(kind, {"policy": "selective"}, mixins=(hf_ckpt.OomGuardMixin, NeedsFull), **settings)
+    assert_same(all_tensors(reference), all_tensors(run))
+    done = hf_ckpt.describe(run.model)
+    assert is_full(run.model)
+    # GRPO does not generate for each step; the first one is the only one that failed.
+    assert set(done.recomputed.values()) == set(done.forwards.values()) == {3}
+
+
+def test_memory_that_runs_out_in_generation_is_no_reason_for_another_plan(trl_run, caplog):
+    class Generates:
+        def _prepare_inputs(self, inputs):
+            assert self.oom_guard.attempts == 0
+            self.model.get_input_embeddings().register_forward_pre_hook(run_out)
+            return super()._prepare_inputs(inputs)
+
+    with pytest.raises(torch.OutOfMemoryError, match="GiB"):
+        trl_run("grpo", {"policy": "selective"}, mixins=(hf_ckpt.OomGuardMixin, Generates), **GENERATING["grpo"])
+    assert "out of memory in the generation of model.embed_tokens" in caplog.text
+    assert "the step is run again" not in caplog.text
 
 
 # --- the head in chunks ---------------------------------------------------------------------------------------------
