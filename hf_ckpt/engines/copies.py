@@ -3,7 +3,8 @@
 A block may change a list, dict or object that it was given: take an entry, count a call, add a result. Its forward
 changes the caller's, as it would without checkpointing. Recomputations get copies, so nothing is taken or added twice.
 
-Tensors are not copied. A recomputation that uses one which was changed in place since is an error.
+Tensors are not copied. A recomputation that uses one which was changed in place since is an error. Those that have a
+graph are given without it (`cut`), so that what a recomputation registers on them ends with it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy
 import torch
 from torch import nn
 
-from hf_ckpt.errors import HfCkptError, reason_of
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, reason_of
 
 FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
 """Types of most arguments. Nothing is copied there."""
@@ -54,8 +55,10 @@ def as_given(
     values = [*bound.keywords.values(), *others]
     values = [item for value in values for item in (value if type(value) is tuple else (value,))]
     if FIXED.issuperset(map(type, values)):
-        return fn, args, [value for value in values if type(value) in _TENSORS]
-    tensors: list[torch.Tensor] = []
+        tensors = [value for value in values if type(value) in _TENSORS]
+        if True not in map(_requires_grad, tensors):
+            return fn, args, tensors
+    tensors = []
 
     def collect(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -71,20 +74,26 @@ def as_given(
             f"block {block!r} is given a value that cannot be copied for its recomputation ({error}). Pass a list, a "
             'dict or a tensor in its place, or use "policy": "selective", which runs no block twice.'
         ) from error
-    if all(map(operator.is_, (*positional, *keywords.values()), (*args, *bound.keywords.values()))):
+    is_same = all(map(operator.is_, (*positional, *keywords.values()), (*args, *bound.keywords.values())))
+    if is_same and True not in map(_requires_grad, tensors):
         return fn, args, tensors  # nothing had to be copied
     forward = _CallersFirst(bound.func, (*bound.args, *args), bound.keywords)
     return functools.partial(forward, *bound.args, **keywords), tuple(positional), tensors
 
 
 class _CallersFirst:
-    """A block's forward. Its first call gets what the caller gave, and later ones get copies of their arguments."""
+    """A block's forward. Its first call gets what the caller gave, and later ones get copies of their arguments.
+
+    Their positional tensors are cut from the graph already; those given by keyword or inside of containers are not.
+    """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.fn = fn
         self.callers: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, keywords)
         """The caller's arguments. None once the forward has begun: a block may add its results to containers, and their
         graphs refer to this object."""
+        self.ids = list(map(id, args))
+        """Ids of the positional arguments. A tensor that is given twice must be one tensor in later calls, too."""
         self.__self__ = getattr(fn, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
@@ -92,8 +101,43 @@ class _CallersFirst:
         self.callers = None
         if callers is None:
             # Copied once more, because there may be another recomputation (`retain_graph=True`).
-            callers = copied((args, keywords), {}, objects=True)
+            cuts = dict(zip((*self.ids, *map(id, args)), (*args, *args), strict=True))
+            callers = copied((args, keywords), {}, functools.partial(cut, cuts=cuts), objects=True)
         return self.fn(*callers[0], **callers[1])
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def cut(value: Any, cuts: dict[int, Any]) -> Any:
+    """Return a tensor for a recomputation: without the graph of the forward, whose backward calls the hooks on it.
+
+    Other values are returned as they are, and so are parameters, which have no graph.
+
+    Args:
+        value: the value.
+        cuts: id of a tensor -> what was returned for it.
+    """
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    key = id(value)
+    alias = cuts.get(key)
+    if alias is None:
+        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested:
+            # The hooks are those of its new node. A leaf would hold the values for as long as the graph, and a trial
+            # would find that its action keeps them.
+            try:
+                alias = value[...]  # not `view_as`, which has other strides where a size is 1
+            except ChangedBlockError:  # it was overwritten since, and is refused where the block uses it
+                alias = value
+        elif isinstance(value, nn.Parameter):
+            alias = value
+        else:
+            alias = value.detach().requires_grad_()
+        if value.__dict__:  # code may mark tensors by attributes
+            alias.__dict__.update(value.__dict__)
+        cuts[key] = alias
+    return alias
 
 
 _OF_PROGRAM = (torch.Tensor, nn.Module, type, enum.Enum, functools.partial, types.MethodType, types.FunctionType)
@@ -139,7 +183,12 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
         items = [copied(item, copies, leaf, objects=objects) for item in value]
         if all(map(operator.is_, items, value)):
             return value
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)  # named tuples take no iterable
+        if hasattr(value, "_make"):  # named tuples take no iterable
+            return value._make(items)
+        try:
+            return type(value)(items)
+        except TypeError:  # a class with other arguments
+            return tuple.__new__(type(value), items)
     if not isinstance(value, CONTAINERS) and not (objects and is_object(value)):
         return leaf(value)
     if isinstance(value, Iterator):

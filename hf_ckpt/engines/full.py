@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_ckpt import compat
-from hf_ckpt.engines.copies import as_given
+from hf_ckpt.engines.copies import as_given, cut
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Settings
@@ -110,7 +110,7 @@ class FullRegion(Region):
         self.forwards += 1
         # A block may change a list that it is given. Its recomputation must find the list as it was.
         fn, args, tensors = as_given(self.block, fn, args)
-        positional = SeenTensors([arg for arg in args if isinstance(arg, torch.Tensor)])
+        given = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
         inputs = SeenTensors(tensors)
         counted = Counted(fn, self, inputs)
         try:
@@ -125,10 +125,10 @@ class FullRegion(Region):
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
-        if not (positional.are_unchanged() and inputs.are_unchanged()) and needs_gradient(output):
+        if not given.are_unchanged() and needs_gradient(output):
             # torch would find a change of positional ones only in backward, where the operation is not known any more,
             # and of others never. None may be overwritten: the other change is that one now requires gradients.
-            for tensor, version in (*positional.overwritten(), *inputs.overwritten()):
+            for tensor, version in given.overwritten():
                 operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
                 raise InPlaceError(self.block, tensor, version, operation)
         return output
@@ -172,7 +172,7 @@ class Counted:
         try:
             if self.trials is not None:
                 return self.trials.recompute(self._recomputation(args))
-            return compat.torch.run_again(self.state.recompute, self.fn, args)
+            return compat.torch.run_again(self.state.recompute, self.fn, _cut(args))
         except compat.torch.StopRecomputation:  # no error: torch ends a recomputation by it
             raise
         except Exception as error:
@@ -184,7 +184,12 @@ class Counted:
         # Without positional ones, it is not known which are hidden states; wrapped tensors have no storage.
         if not args or compat.torch.is_any_wrapper(map(type, inputs)):
             inputs = []
-        return Recomputation(lambda runs: self.state.recompute(runs, args), self.plain, self.fn, inputs)
+        return Recomputation(lambda runs: self.state.recompute(runs, _cut(args)), self.plain, self.fn, inputs)
+
+
+def _cut(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return positional arguments for one recomputation, cut from the graph of the forward."""
+    return tuple(map(functools.partial(cut, cuts={}), args))
 
 
 def _name_block(block: str, error: Exception) -> None:

@@ -31,7 +31,11 @@ MODELS = TABLE["models"]
 ACTIONS = {"keep": KEEP, "selective": SELECTIVE, "attention": ATTENTION}
 
 
-def prepared(family="llama", autocast=False, adapters=False, dtype="float32", dropout=0.0):
+def halves_its_gradient(module, args):
+    args[0].register_hook(lambda gradient: gradient * 0.5)
+
+
+def prepared(family="llama", autocast=False, adapters=False, dtype="float32", dropout=0.0, hooks=False):
     """A model, a batch, and whether it runs in autocast."""
     torch.manual_seed(0)
     if family == "experts":
@@ -41,6 +45,8 @@ def prepared(family="llama", autocast=False, adapters=False, dtype="float32", dr
         sizes = {"layers": 4, "hidden": 64, "attention": "sdpa", "dtype": getattr(torch, dtype)}
         model = tiny_model(family, dropout=dropout, **sizes)
     model = with_lora(model, family) if adapters else model
+    for block in find_blocks(model).modules.values() if hooks else ():
+        block.input_layernorm.register_forward_pre_hook(halves_its_gradient)
     return model.train(), tiny_batch(family, batch=4, tokens=32), autocast
 
 

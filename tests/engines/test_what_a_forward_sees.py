@@ -590,15 +590,20 @@ OVERWRITTEN = r": a tensor of shape \[16\] that it was given was over"
 
 
 @each_engine
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@pytest.mark.parametrize("kind", ["float", "bool", "with a graph"])
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.trap(62)
-def test_a_tensor_that_a_block_was_given_and_that_changed_is_refused(name, dtype, engine):
+def test_a_tensor_that_a_block_was_given_and_that_changed_is_refused(name, kind, engine):
     """Refused where it is used: a block that does not read it is recomputed as before."""
     for run in (adds, ignores):
-        model, tensor = planned(custom_model(run), ENGINES[engine]), torch.ones(16, dtype=dtype)
+        model, tensor = (
+            planned(custom_model(run), ENGINES[engine]),
+            torch.ones(16, dtype=torch.bool if kind == "bool" else None),
+        )
+        if kind == "with a graph":
+            tensor = tensor.requires_grad_().clone()
         loss = model(torch.randn(2, 8, 16), TENSORS[name](tensor)).square().mean()
-        tensor.zero_()
+        tensor.detach().zero_()
         if run is adds:
             with pytest.raises(ChangedBlockError, match=r"block 'layers\.\d'" + OVERWRITTEN):
                 loss.backward()
@@ -614,6 +619,66 @@ def test_a_block_that_changes_a_tensor_in_place_is_refused(name, engine):
     planned(model, ENGINES[engine])
     with pytest.raises(InPlaceError, match=r"block 'layers\.0': a tensor of shape \[16\] .* changed in place"):
         model(torch.randn(2, 8, 16), TENSORS[name](torch.ones(16)))
+
+
+# --- hooks that a forward registers -----------------------------------------------------------------------------------
+
+
+def halves_gradients(take):
+    """A block that halves the gradients of some tensors that it is given."""
+
+    def run(block, hidden, shift):
+        taken = take(hidden, shift)
+        for tensor in taken:
+            tensor.retain_grad()
+            tensor.register_hook(lambda gradient: block.seen.append(1) or gradient * 0.5)
+        # Another operation, with other saved tensors, if one tensor has become two.
+        return work(block, hidden, hidden.sin() if hidden is shift else taken[-1].cos())
+
+    return run
+
+
+HOOKED = {
+    "hidden states": (lambda hidden, shift: [hidden], lambda tensor: None),
+    "by keyword": (lambda hidden, shift: [hidden, shift], lambda tensor: tensor),
+    "twice": (lambda hidden, shift: [shift], lambda tensor: "hidden states"),
+    "a list": (lambda hidden, shift: shift, lambda tensor: [tensor, tensor.view(4, 4).flatten()]),
+    "a dict in a tuple": (lambda hidden, shift: [shift[0]["shift"]], lambda tensor: ({"shift": tensor},)),
+    "an object": (lambda hidden, shift: shift.shifts, lambda tensor: Shifts([tensor])),
+    "a tuple of its own kind": (lambda hidden, shift: shift[:1], lambda tensor: Pair(tensor, 2)),
+}
+"""Which of the given tensors get a hook, and what a block is given besides hidden states."""
+
+
+def gives_hidden_states_twice(module, args, kwargs):
+    return args, {**kwargs, "shift": args[0] if kwargs["shift"] == "hidden states" else kwargs["shift"]}
+
+
+@each_engine
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_on_what_a_block_is_given_runs_once(name, engine):
+    """Also in a double backward, and in a second backward through one graph."""
+    take, make = HOOKED[name]
+
+    def run(model):
+        outcomes = []
+        for number in range(2):
+            model.zero_grad(set_to_none=True)
+            for block in model.layers:
+                block.seen = []
+                if not block._forward_pre_hooks:
+                    block.register_forward_pre_hook(gives_hidden_states_twice, with_kwargs=True)
+            leaf = torch.linspace(-1, 1, 16, requires_grad=True)
+            hidden = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(number))
+            loss = model(hidden, make(leaf.exp())).square().mean()
+            loss.backward(retain_graph=True)
+            (gradient,) = torch.autograd.grad(loss, model.first.weight, create_graph=True)
+            gradient.square().sum().backward()
+            results = outcome(model, loss)
+            outcomes.append(results if leaf.grad is None else {**results, "leaf": leaf.grad})
+        return outcomes, [len(block.seen) for block in model.layers]
+
+    same_under(ENGINES[engine], run, lambda: custom_model(halves_gradients(take)), times=4)
 
 
 # --- errors of a recomputation name the block -------------------------------------------------------------------------
