@@ -251,6 +251,17 @@ def paused(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _inner_plans_aside(base: nn.Module) -> Iterator[None]:
+    """Context manager in which models inside `base` have no plans of their own. They get them back at the end."""
+    names = (RECORD, *compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES)
+    with contextlib.ExitStack() as undo:
+        for module in [module for module in base.modules() if module is not base and RECORD in vars(module)]:
+            undo.enter_context(paused(module))  # it looks for the record at the end, so that comes back first
+            undo.callback(vars(module).update, {name: vars(module).pop(name) for name in names})
+        yield
+
+
+@contextlib.contextmanager
 def trial(
     model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decider | None = None
 ) -> Iterator[Installation]:
@@ -271,7 +282,7 @@ def trial(
     base = blocks.base
     before = installation(base)
     spec = Spec(plan=GIVEN_PLAN) if spec is None else spec
-    with paused(base):
+    with paused(base), _inner_plans_aside(base):
         if before is not None:
             # Not what the model is like while the plan is paused.
             vars(base)[RECORD] = Installation(spec, plan, decider=before.decider, originals=before.originals)
@@ -368,11 +379,9 @@ def _always_after(module: nn.Module, hook: Callable[..., None]) -> RemovableHand
 def _put_on_head(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
     """Make the head run in chunks, or warn why it cannot."""
     head = vocabulary_head(base)
-    if head is None:
-        warn_whole(base, "it has no projection onto a vocabulary")
-    elif "forward" in vars(head):
+    if head is not None and "forward" in vars(head):
         warn_whole(base, "something else has replaced its forward")
-    else:
+    elif head is not None:
         vars(head)["forward"] = HeadForward(base, head)
 
 
@@ -511,6 +520,7 @@ class EnableHook(ModelHook):
             raise SpecError([f"the checkpointing kwargs must be a dict, but are {options!r} instead"])
         base = self.base
         record: Installation = vars(base)[RECORD]
+        record.outermost = None  # of a forward that Ctrl-C has ended: torch called no hook after it
         # transformers takes these two out of the kwargs and passes them separately.
         options = {"every_n_layers": every_n_layers, "offload": offload, **options}
         blocks = find_blocks(base)

@@ -116,6 +116,17 @@ def warn_whole(base: nn.Module, reason: str) -> None:
     warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", type(base).__name__, reason)
 
 
+@torch.compiler.assume_constant_result
+def warn_of_graph() -> bool:
+    """Warn once of a part of a plan that has no effect in a graph. torch.compile calls this when it traces a call."""
+    warn_once(
+        log,
+        "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or head in a graph: "
+        'leave `torch_compile` (or dynamo in accelerate) out, or compile the blocks by `compile: "blocks"`.',
+    )
+    return True
+
+
 class HeadForward(ModelHook):
     """The `forward` of the head while a plan that chunks it is enabled.
 
@@ -139,6 +150,7 @@ class HeadForward(ModelHook):
             return run(*args, **kwargs)
         if compat.torch.is_compiling():  # the compiler decides what its graph keeps
             record.heads.last = IN_GRAPH
+            warn_of_graph()
             return run(*args)
         record.heads.missed = 0
         if self.stays is None:  # not when the plan is enabled: FSDP and ZeRO-3 shard parameters after that

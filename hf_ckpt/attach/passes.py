@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.hooks import ModelHook, is_trained, warn_whole
+from hf_ckpt.attach.hooks import ModelHook, is_trained, warn_of_graph, warn_whole
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.attach.switches import function_of
 from hf_ckpt.engines.region import Region
@@ -92,7 +92,11 @@ class PassHook(ModelHook):
             return None
         if compat.torch.is_compiling():
             # torch.compile traces this hook, too. What it reads becomes a guard, and counts change in every step.
-            return self._without_cache(module, args, kwargs) if torch.is_grad_enabled() else None
+            if not torch.is_grad_enabled():
+                return None
+            if self.record is not None and self.record.spec.is_planned and module.training:
+                warn_of_graph()
+            return self._without_cache(module, args, kwargs)
         record = self.record
         if record is None or not record.enabled:
             return None

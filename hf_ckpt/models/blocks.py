@@ -7,6 +7,7 @@ models, and return names without the parts that wrappers add.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
@@ -61,7 +62,8 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
             print(block.stack, block.index, block.name)  # decoder 0 model.layers.0
 
     A block is an outermost `GradientCheckpointingLayer` of transformers. A list of blocks is a stack. The model's
-    `Family` names the stacks; in a model of an unknown family, the path of the list is the name.
+    `Family` names the stacks; in a model of an unknown family, and of two stacks of one name, the path of the list is
+    the name.
 
     Args:
         model: a `PreTrainedModel`, plain or wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile.
@@ -85,14 +87,17 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
             f"{_known()}"
         )
     # Modules are registered in any order. The row has the order in which stacks run.
-    stacks = {container: _stack_name(container, containers, row) for container in containers}
+    names = {container: _stack_name(container, containers, row) for container in containers}
     in_order = [name for name, _ in row.stacks] if row else []
-    in_order += [name for name in stacks.values() if name not in in_order]  # those that the row does not name
+    in_order += [name for name in names.values() if name not in in_order]  # those that the row does not name
+    # A model may hold two of a family, such as a draft model beside it. Then both stacks are called by their paths.
+    is_shared = {name: count > 1 for name, count in Counter(names.values()).items()}
+    stacks = {container: container if is_shared[name] else name for container, name in names.items()}
     all_modules = dict(plain_modules(base))  # plain names lose wrappers, so `get_submodule` would not find them
     blocks: list[Block] = []
     modules: dict[str, nn.Module] = {}
     owners: list[nn.Module] = []
-    for container in sorted(containers, key=lambda container: in_order.index(stacks[container])):
+    for container in sorted(containers, key=lambda container: in_order.index(names[container])):
         for index, (name, module) in enumerate(containers[container].items()):
             kind = compat.distributed.plain_class(module).__name__
             blocks.append(Block(name, stacks[container], index, kind))

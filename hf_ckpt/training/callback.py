@@ -28,7 +28,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import lost_blocks
-from hf_ckpt.attach.hooks import IN_GRAPH
+from hf_ckpt.attach.hooks import IN_GRAPH, warn_of_graph
 from hf_ckpt.attach.passes import remind
 from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import Installation, installation
@@ -141,11 +141,7 @@ class MemoryTimeCallback(TrainerCallback):
         # The hooks of the model plan for a batch. In a graph of the whole model they do not run.
         saw_no_forward = record.spec.is_planned and record.session is None
         if saw_no_forward or record.heads.last == IN_GRAPH or record.compiled_by_others():
-            warn_once(
-                log,
-                "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or head in a graph: "
-                'leave `torch_compile` (or dynamo in accelerate) out, or compile the blocks by `compile: "blocks"`.',
-            )
+            warn_of_graph()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and look at the plan that ran."""
@@ -202,7 +198,7 @@ class MemoryTimeCallback(TrainerCallback):
         """
         record = _record(model)
         # A session waits for the device when it stores a measured step, which is in the next one.
-        if not self._reads_lags or (record is not None and record.measuring):
+        if not self._reads_lags or (record is not None and record.is_measuring):
             return self._reporting(training_step, model, *args, **kwargs)
         host = DeviceClock()
         began = self._clock.stamp()

@@ -13,11 +13,13 @@ from torch import nn
 
 from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, put_on, spec_of, tell_plan
+from hf_ckpt.attach.hooks import warn_whole
 from hf_ckpt.attach.process import ProcessHooks, everywhere
 from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
+from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import fit_plan, make_plan
 from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.spec.description import Description
@@ -121,14 +123,23 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
     model.
     """
     if isinstance(spec, Plan):
-        return Spec(plan=GIVEN_PLAN), fit_plan(spec, blocks.blocks, blocks.family, blocks.model)
+        plan = fit_plan(spec, blocks.blocks, blocks.family, blocks.model)
+        return Spec(plan=GIVEN_PLAN), _with_head_of(blocks, plan)
     parsed = Spec.parse(spec)
     plan = make_plan(parsed, blocks.blocks, blocks.family, blocks.model)
     longest = 1 + max(block.index for block in blocks.blocks)
     if parsed.every_n_layers > longest:
         text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
         warn_once(log, text, parsed.every_n_layers, blocks.model, longest)
-    return parsed, plan
+    return parsed, _with_head_of(blocks, plan)
+
+
+def _with_head_of(blocks: FoundBlocks, plan: Plan) -> Plan:
+    """Return the plan without chunks of a head, if the model has no head to run in chunks, and warn of that once."""
+    if plan.head == "full" or vocabulary_head(blocks.base) is not None:
+        return plan
+    warn_whole(blocks.base, "it has no projection onto a vocabulary")
+    return dataclasses.replace(plan, head="full")
 
 
 class Decider:
@@ -148,8 +159,8 @@ class Decider:
         if spec.plan is None or spec.plan != record.spec.plan:
             return spec, decide(blocks, spec)[1]
         # Keep a plan that was loaded or passed before; its file may be gone by now.
-        _, plan = decide(blocks, record.plan)
-        return spec, dataclasses.replace(plan, head=spec.head) if "head" in options else plan
+        plan = dataclasses.replace(record.plan, head=spec.head) if "head" in options else record.plan
+        return spec, decide(blocks, plan)[1]
 
     def changed(self, base: nn.Module, record: Installation) -> None:
         """Plan for the layers that a model has now. Some were added, removed or replaced while its plan is enabled."""

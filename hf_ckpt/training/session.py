@@ -187,6 +187,7 @@ class Session:
         self._base = weakref.ref(base)
         self._spec = record.spec
         self._name = blocks.model
+        self._head = record.plan.head
         self._family = blocks.family
         self._devices = compat.distributed.devices_of_model(base)
         self._budget_bytes = conditions.budget_of(record.spec, base, self._devices)
@@ -289,9 +290,14 @@ class Session:
         """Why the current plan is not the plan of the run yet, in words; None if it is."""
         if self.planned is None:
             return "measuring"
-        if self.planned.phase is Phase.GIVEN_UP:
+        if self.gave_up:
             return f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
         return f"measuring ({self.planned.phase.value})" if self.planned.measures else None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether steps cannot be measured, so that nothing more is tried."""
+        return self.planned is not None and self.planned.phase is Phase.GIVEN_UP
 
     def room_bytes(self) -> int:
         """Return the bytes of the budget that the plan of a batch leaves to a check."""
@@ -396,7 +402,7 @@ class Session:
         measurements = self._measurements
         chosen = {**measurements.fixed, **actions}
         rows = tuple((block, chosen.get(name, self._least)) for name, block in measurements.blocks.items())
-        return Plan(self._family, self._name, rows, prediction, self._spec.head)
+        return Plan(self._family, self._name, rows, prediction, self._head)
 
     # --- a step ---
 

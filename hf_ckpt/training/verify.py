@@ -207,7 +207,8 @@ def _not_carried_out(after: Description, compiled: set[str]) -> list[str]:
     if missing:
         graphs = " (torch.compile hides it in graphs: verify the model before it is compiled)"
         problems.append(f"planned but not recomputed: {', '.join(missing)}{graphs if after.in_graphs else ''}")
-    if after.plan.head != "full" and not after.chunked_heads:
+    asked_for_chunks = after.plan.head != "full" or after.spec.get("head", "full") != "full"
+    if asked_for_chunks and not after.chunked_heads:
         problems.append(f"the head did not run in chunks; last call: {after.head_ran or 'none'}")
     return problems
 

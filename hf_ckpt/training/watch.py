@@ -64,7 +64,7 @@ class Watch:
             session: the session of the run under `budget` and `auto`.
         """
         self.stop()
-        if record.measuring:
+        if record.is_measuring:
             return
         self._forwards += 1
         if session is not None and session.recorder is not None:
@@ -74,7 +74,7 @@ class Watch:
         blocks = self._blocks(record, running)
         devices = compat.distributed.devices_of_model(base)
         room: int | None
-        if session is not None:
+        if session is not None and not session.gave_up:
             room = session.room_bytes()
         elif self._forwards == 1 and compat.devices.accelerators(devices):
             return  # what a device has left is known once the allocator has seen the peak of a step

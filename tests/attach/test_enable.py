@@ -116,6 +116,49 @@ def test_lost_blocks_are_named():
     assert active(model) == ALL[:3]
 
 
+def test_a_plan_that_replaces_an_enabled_one_is_said_and_counts_from_0(capsys):
+    model = planned(tiny_model("llama"), {"head": 5})
+    for _ in range(2):
+        step(model, BATCH)
+    assert capsys.readouterr().err == "hf_ckpt: LlamaForCausalLM: full on all 4 blocks; head in chunks\n"
+    for _ in range(2):
+        hf_ckpt.install(model, {"layers": "1", "head": 6})
+    assert capsys.readouterr().err == "hf_ckpt: LlamaForCausalLM: full on block 1 of 4; head in chunks\n"
+    assert hf_ckpt.describe(model).chunked_heads == 0
+    step(model, BATCH)
+    assert (recomputed(model), hf_ckpt.describe(model).chunked_heads) == ([ALL[1]], 1)
+
+
+@pytest.mark.parametrize("spec", [{"head": "auto"}, {"policy": "budget", "budget": "1GiB", "head": "auto"}], ids=str)
+def test_no_line_says_that_a_classifier_has_a_head_in_chunks(spec, caplog, capsys):
+    model = tiny_model("bert", layers=1)
+    for _ in range(2):
+        planned(model, spec)
+    step(model, tiny_batch("bert"))
+    assert caplog.text.count("is not run in chunks, because it has no projection onto a vocabulary") == 1
+    assert "in chunks" not in capsys.readouterr().err + str(hf_ckpt.describe(model))
+    assert hf_ckpt.describe(model).spec["head"] == "auto"
+
+
+def test_an_interrupted_forward_does_not_hide_later_batches():
+    """After Ctrl-C torch calls no hook, so that the forward seems to go on. Some versions of PEFT pass the hooks of the
+    model, but not those of the modules inside."""
+    model = planned(tiny_model("llama"), {"policy": "budget", "budget": "1GiB"})
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**BATCH)
+    handle.remove()
+    enable(model)
+    measured = installation(model).session.measured_steps
+    for _ in range(2):
+        model.forward(**BATCH).loss.backward()
+    assert installation(model).session.measured_steps == measured + 2
+
+
 # --- steps that do not train ------------------------------------------------------------------------------------------
 
 

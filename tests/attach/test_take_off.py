@@ -147,6 +147,26 @@ def test_a_trial_leaves_model_and_counts_as_they_were(was):
         assert hf_ckpt.describe(model).recomputed == {ALL[0]: int(was == "enabled")}
 
 
+@pytest.mark.parametrize("was", ["installed", "enabled"])
+def test_a_trial_of_a_model_gives_the_one_inside_its_plan_back(was):
+    model = tiny_model("llama")
+    hf_ckpt.install(model.model, {"layers": "0"})
+    if was == "enabled":
+        enable(model.model)
+        step(model, BATCH)
+    model.zero_grad()
+    before = snapshot(model), hf_ckpt.describe(model.model)
+    assert hf_ckpt.verify(model, BATCH, "selective")
+    with pytest.raises(SpecError), trial(model, {"layers": "99"}):
+        pytest.fail("a refused spec is tried")
+    assert installation(model) is None
+    assert hf_ckpt.describe(model.model) == before[1]
+    assert list(snapshot(model)) == list(before[0])
+    enable(model.model)
+    step(model, BATCH)
+    assert recomputed(model.model) == ["layers.0"] * (1 + (was == "enabled"))
+
+
 # --- freeing, copying, pickling ---------------------------------------------------------------------------------------
 
 

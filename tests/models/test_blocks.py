@@ -106,6 +106,34 @@ def test_generic_stacks_are_named_after_their_paths():
     assert depths(find_blocks(transformers.CLIPModel(config))) == stacks
 
 
+class WithDraft(transformers.LlamaForCausalLM):
+    """A model that holds another one of its family."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.draft = transformers.LlamaModel(config)
+
+    def forward(self, input_ids=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, **kwargs)
+        outputs.loss = outputs.loss + self.draft(input_ids=input_ids, use_cache=False).last_hidden_state.square().mean()
+        return outputs
+
+
+def test_two_stacks_of_a_family_are_named_after_their_paths():
+    torch.manual_seed(0)
+    model = WithDraft(tiny_model("llama", layers=2).config).train()
+    expected = step(model, BATCH)
+    planned(model)
+    assert_same(expected, step(model, BATCH))
+    assert depths(find_blocks(model)) == {"model.layers": 2, "draft.layers": 2}
+    assert recomputed(model) == [block.name for block in find_blocks(model).blocks]
+    hf_ckpt.install(model, {"layers": {"draft.layers": "1"}})
+    assert list(hf_ckpt.describe(model).plan.active()) == ["draft.layers.1"]
+    t5 = tiny_model("t5", layers=2)
+    t5.draft = transformers.T5EncoderModel(t5.config)
+    assert list(depths(find_blocks(t5))) == ["encoder.block", "draft.encoder.block", "decoder"]  # as they run
+
+
 # --- wrappers -------------------------------------------------------------------------------------------------------
 
 

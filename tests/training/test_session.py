@@ -345,6 +345,8 @@ def test_steps_that_cannot_be_measured_are_given_up(compiles, monkeypatch, caplo
     assert actions(model) == {FULL}
     assert installation(model).session.measured_steps == 8
     assert hf_ckpt.describe(model).measuring == "gave up after 8 steps in a row that could not be measured"
+    run(model, [BATCH] * 3)
+    assert hf_ckpt.describe(model).watched.checks == 1  # in what the device has left
     assert not dispatch_modes()
 
 

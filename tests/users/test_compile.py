@@ -22,6 +22,7 @@ from helpers.tables import table
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -246,3 +247,16 @@ def test_a_budget_of_blocks_that_are_compiled_on_a_cpu_is_refused(way):
     model, _ = small(spec=BUDGET)
     with pytest.raises(HfCkptError, match=r"cannot measure compiled blocks here: .* an accelerator whose allocator"):
         way(model, backend="aot_eager")(**without_cache(model, tiny_batch("llama")))
+
+
+@pytest.mark.long
+def test_a_graph_of_the_model_that_prevents_a_plan_is_said_once(caplog):
+    """Under a budget nothing is measured in it, and a head runs as a whole. Other plans work there."""
+    for spec, warnings_ in ((FULL, 0), (BUDGET, 1), ({"policy": "none", "head": 5}, 1)):
+        caplog.clear()
+        forget_warnings()
+        model, _ = small(layers=1, spec=spec)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(2):
+            compiled(**without_cache(model, tiny_batch("llama"))).loss.backward()
+        assert caplog.text.count("a part of the plan has no effect, because torch.compile") == warnings_
