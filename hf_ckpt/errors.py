@@ -40,11 +40,15 @@ class FileError(HfCkptError, OSError):
 
 
 class SpecError(HfCkptError, ValueError):
-    """A spec is invalid. `problems` holds all reasons; `source` says where the spec came from."""
+    """A spec is invalid. `problems` holds all reasons; `source` says where the spec came from.
 
-    def __init__(self, problems: Sequence[str], source: str | None = None) -> None:
+    `rest` is the `Spec` of all that could be read, which may have further problems with a model; None without one.
+    """
+
+    def __init__(self, problems: Sequence[str], source: str | None = None, rest: Any = None) -> None:
         self.problems = tuple(problems)
         self.source = source
+        self.rest = rest
         where = f" in {shown(source, quoted=False)}" if source else ""
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the activation checkpointing spec{where}:"

@@ -7,6 +7,7 @@ the start with an error are reported, too, where they concern activations.
 from __future__ import annotations
 
 import difflib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from hf_ckpt.doctor.trainings import SPEC_KEYS, Training, split_by
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.models.families import depth_keys, family_of
-from hf_ckpt.planner.policies import make_plan
+from hf_ckpt.planner.policies import make_plan, parse_for
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.spec.spec import Spec
 
@@ -55,14 +56,19 @@ def _spec(training: Training) -> Texts:
     if not isinstance(kwargs, dict | None):  # a text would be read as the name of a policy, which Trainer does not
         kwargs = {shown(kwargs, 60): None}
     try:
-        spec = Spec.parse(kwargs)
         # A plan is made for the config's blocks, because `layers` beyond the last are refused only then.
-        blocks = _blocks(training, spec)
-        if blocks and spec.plan is None:
-            make_plan(spec, blocks, "", "")
+        spec = parse_for(lambda: Spec.parse(kwargs), functools.partial(_planned, training))
+        _planned(training, spec)
     except SpecError as error:
         for problem in error.problems:
             yield training.kwargs_key, problem, "Correct it: hf_ckpt enables nothing until it is right."
+
+
+def _planned(training: Training, spec: Spec) -> None:
+    """Raise `SpecError` for blocks that the model's config does not count."""
+    blocks = _blocks(training, spec)
+    if blocks and spec.plan is None:
+        make_plan(spec, blocks, "", "")
 
 
 def _blocks(training: Training, spec: Spec) -> list[Block]:

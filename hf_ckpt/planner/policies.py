@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action
@@ -53,6 +53,22 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     if problems:
         raise SpecError(problems)
     return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
+
+
+def parse_for(parse: Callable[[], Spec], plan_of: Callable[[Spec], object]) -> Spec:
+    """Parse a spec for a model. `plan_of` makes its plan there.
+
+    Raises `SpecError` with all problems, also those that only `plan_of` finds.
+    """
+    try:
+        return parse()
+    except SpecError as error:
+        if error.rest is not None and error.rest.plan is None:
+            try:
+                plan_of(error.rest)
+            except SpecError as missing:
+                raise SpecError([*error.problems, *missing.problems], error.source) from None
+        raise
 
 
 def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, source: str = "the plan") -> Plan:

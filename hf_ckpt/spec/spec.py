@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,12 @@ def _read_word(word: str) -> tuple[str, Any]:
 
 
 def _from_mapping(written: Any, source: str | None) -> Spec:
-    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems, or else all conflicts."""
+    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems."""
     if not isinstance(written, Mapping):
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(written).__name__} instead: {shown(written)}"], source
         )
     values, problems = read_keys(written, READERS, _FOREIGN_KEYS)
-    if problems:  # conflicts with a misspelt key or a wrong value would follow from what is listed already
-        raise SpecError(problems, source)
     if isinstance(values.get("policy"), tuple):
         values |= _of_stacks(values["policy"], values.get("rules", ()))
     if "policy" not in written:
@@ -211,10 +210,20 @@ def _from_mapping(written: Any, source: str | None) -> Spec:
         if values.get("budget") is not None:
             values["policy"] = "budget"
     spec = Spec(**{key: value for key, value in values.items() if value is not None})
+    # A conflict that names what is listed already, such as a misspelt key, only follows from that.
+    named = _quoted(problems)
     conflicts = [*_wrong_policies(spec, written), *_conflicts(spec, written), *_conflicts_of_compiled(spec, written)]
-    if conflicts:
-        raise SpecError(conflicts, source)
+    problems += [conflict for conflict in conflicts if named.isdisjoint(_quoted([conflict]))]
+    if problems:
+        raise SpecError(problems, source, spec)
     return spec
+
+
+def _quoted(sentences: Iterable[str]) -> set[str]:
+    """The words in backquotes."""
+    return {
+        word for sentence in sentences for quoted in re.findall("`([^`]*)`", sentence) for word in quoted.split(": ")
+    }
 
 
 def _of_stacks(policies: tuple[tuple[str, str], ...], rules: tuple[Rule, ...]) -> dict[str, Any]:

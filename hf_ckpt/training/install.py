@@ -20,7 +20,7 @@ from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.models.parts import vocabulary_head
-from hf_ckpt.planner.policies import fit_plan, make_plan
+from hf_ckpt.planner.policies import fit_plan, make_plan, parse_for
 from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
@@ -116,6 +116,10 @@ def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
             tell_plan(blocks.base, record)
 
 
+def _plan_of(blocks: FoundBlocks, spec: Spec) -> Plan:
+    return make_plan(spec, blocks.blocks, blocks.family, blocks.model)
+
+
 def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
     """Return the parsed spec, and the plan that it gives these blocks.
 
@@ -125,8 +129,8 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
     if isinstance(spec, Plan):
         plan = fit_plan(spec, blocks.blocks, blocks.family, blocks.model)
         return Spec(plan=GIVEN_PLAN), _with_head_of(blocks, plan)
-    parsed = Spec.parse(spec)
-    plan = make_plan(parsed, blocks.blocks, blocks.family, blocks.model)
+    parsed = parse_for(lambda: Spec.parse(spec), functools.partial(_plan_of, blocks))
+    plan = _plan_of(blocks, parsed)
     longest = 1 + max(block.index for block in blocks.blocks)
     if parsed.every_n_layers > longest:
         text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
@@ -150,7 +154,7 @@ class Decider:
 
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with these options; None if they do not change."""
-        spec = record.spec.updated(options)
+        spec = parse_for(lambda: record.spec.updated(options), functools.partial(_plan_of, blocks))
         if {block.name for block, _ in record.plan.actions} == blocks.modules.keys():  # none were added or dropped
             # TRL enables a model again after each generation, and a Trainer in each `train`.
             asked = record.tightened

@@ -283,3 +283,14 @@ def test_hooks_on_embeddings_are_off_while_a_plan_is_on():
     assert input_gradient_hooks(model) == before
     hf_ckpt.uninstall(model)
     assert input_gradient_hooks(model) == before
+
+
+def test_conflicts_and_missing_blocks_are_named_beside_wrong_keys():
+    model = tiny_model("llama")
+    wrong = {"zzz": 1, "layers": "9", "host_budget": "1GiB"}
+    expected = ["`zzz` is not a key", "`host_budget` goes with", "`layers` names 9, but stack"]
+    for ask in (lambda: hf_ckpt.install(model, wrong), lambda: enable(planned(model), wrong)):
+        with pytest.raises(SpecError) as caught:
+            ask()
+        assert [text for text in expected if text not in str(caught.value)] == [], caught.value
+        assert len(caught.value.problems) == len(expected)

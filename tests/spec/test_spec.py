@@ -70,6 +70,6 @@ def test_every_problem_is_named_at_once():
     with pytest.raises(SpecError) as caught:
         Spec.parse({**wrong, "rules": rules, "context_fn": print})
     text = str(caught.value)
-    assert text.startswith("6 problems in the activation checkpointing spec:\n")
+    assert text.startswith("6 problems in the activation checkpointing spec:\n")  # and nothing that follows from these
     of_rules = ("`[0]` `layers` must be a list", "and needs `policy`", "`[1]` `policy` must be one of")
     assert [part for part in (*(f"`{key}`" for key in wrong), "`context_fn`", *of_rules) if part not in text] == []
