@@ -1,7 +1,9 @@
 """The public names, for `__init__.py` and for type checkers, to which `as` says that a name is public."""
 
 from hf_ckpt.attach.attach import describe as describe, paused as paused
-from hf_ckpt.errors import HfCkptError as HfCkptError, SpecError as SpecError
+from hf_ckpt.errors import HfCkptError as HfCkptError, InfeasibleError as InfeasibleError
+from hf_ckpt.errors import MismatchError as MismatchError, OutOfPlansError as OutOfPlansError
+from hf_ckpt.errors import PlanLostError as PlanLostError, SpecError as SpecError
 from hf_ckpt.forecast.answer import Forecast as Forecast
 from hf_ckpt.forecast.forecast import predict as predict
 from hf_ckpt.models.blocks import find_blocks as find_blocks

@@ -8,6 +8,7 @@ import signal
 import types
 
 import figures
+import memory
 import peers
 import pytest
 import torch
@@ -219,3 +220,11 @@ def test_tables_on_pages_are_those_of_their_figures():
     assert sorted(mark[1] for text in texts for mark in figures.MARKED.findall(text)) == sorted(figures.TABLES)
     assert sum(text.count("figures -->") for text in texts) == 2 * len(figures.TABLES)
     assert [path.name for path in sorted(figures.HERE.glob("*-cpu.json")) if path.name not in texts[-1]] == []
+
+
+def test_the_picture_of_memory_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["memory.py", "--model", "mini-llama", "--tokens", "64", "--out", str(tmp_path / "a.png")]
+    )
+    memory.main()
+    assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
