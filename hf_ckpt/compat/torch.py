@@ -9,7 +9,7 @@ import logging
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -266,6 +266,31 @@ def are_of_a_checkpoint(hooks: SavedTensorHooks) -> bool:
 def refuses_hooks(error: RuntimeError) -> bool:
     """Whether torch raised the error because hooks on saved tensors were active (torch/_functorch/vmap.py)."""
     return "support saved tensor hooks" in str(error)
+
+
+_Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_hooks_of = operator.attrgetter(*_HOOKS)
+
+
+def tensor_hooks(tensors: Sequence[torch.Tensor]) -> list[_Hooks]:
+    """Return the gradient hooks of some tensors, for `restore_tensor_hooks`."""
+    boxes = list(map(_hooks_of, tensors))
+    if boxes == [(None, None)] * len(boxes):  # most blocks
+        return boxes
+    return [(before and before.copy(), after and after.copy()) for before, after in boxes]
+
+
+def restore_tensor_hooks(tensors: Sequence[torch.Tensor], hooks: list[_Hooks]) -> None:
+    """Give tensors the gradient hooks that they had. Handles that remove hooks keep working."""
+    if list(map(_hooks_of, tensors)) == hooks:
+        return
+    for tensor, contents in zip(tensors, hooks, strict=True):
+        for name, content in zip(_HOOKS, contents, strict=True):
+            box = getattr(tensor, name)
+            if box is not None and box != content:
+                box.clear()
+                box.update(content or {})
 
 
 def registered_hooks() -> int:

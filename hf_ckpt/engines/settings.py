@@ -66,6 +66,8 @@ class Settings:
         """Whether a forward has changed other attributes, so that each recomputation would, too."""
         self.has_run = False
         """Whether a forward has run under these settings, and has shown the following."""
+        self.has_stopped = False
+        """Whether a recomputation has shown what it leaves when torch ends it early."""
         self.written: set[Place] = set()
         """Parameters that the first forward itself wrote to, such as a router's weight that PEFT adapts: a write to
         them does not count as a change."""
@@ -109,7 +111,7 @@ class Settings:
         self.tensors += [tensors for tensors in (attributes["_parameters"], attributes["_buffers"]) if tensors]
         is_outside = is_block and compat.transformers.HOOKS_STAY_OUTSIDE
         for key, value in attributes.items():
-            is_hooks = key in _INTERNAL and key.startswith("_forward")  # or how torch calls them
+            is_hooks = key in _INTERNAL and key.startswith(("_forward", "_backward"))  # or how torch calls them
             if key == "_modules" or (is_hooks and not is_outside):
                 self.boxes.append(value)
         config = compat.transformers.config_of(module)

@@ -203,17 +203,32 @@ class ForwardState:
         return self.context.copy().run(self.switches.run, self._recompute, fn, args)
 
     def _recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        is_unchanged = self._is_unchanged()
-        if is_unchanged and self.draws is None and self.choices is None:  # most blocks in most steps
-            return fn(*args)
-        with contextlib.ExitStack() as undo:
-            if self.draws is not None:
-                undo.enter_context(self.draws.restored())
-            if not is_unchanged:
-                self._put_back(undo)
-            if self.choices is not None:
-                undo.enter_context(self.choices.running(again=True))
-            return fn(*args)
+        hooks = compat.torch.tensor_hooks(self.seen.tensors)
+        try:
+            is_unchanged = self._is_unchanged() and (self.settings is None or self.settings.has_stopped)
+            if is_unchanged and self.draws is None and self.choices is None:  # most blocks in most steps
+                return fn(*args)
+            with contextlib.ExitStack() as undo:
+                if self.draws is not None:
+                    undo.enter_context(self.draws.restored())
+                if not is_unchanged:
+                    self._put_back(undo)
+                if self.choices is not None:
+                    undo.enter_context(self.choices.running(again=True))
+                try:
+                    return fn(*args)
+                except compat.torch.StopRecomputation:
+                    self._learn_what_is_left()
+                    raise
+        finally:
+            compat.torch.restore_tensor_hooks(self.seen.tensors, hooks)
+
+    def _learn_what_is_left(self) -> None:
+        """Record whether recomputations that torch ends early, such as after `self.on = True`, leave attributes so."""
+        settings = self.settings
+        if settings is not None and not settings.has_stopped:
+            settings.has_stopped = True
+            settings.changes_attributes |= not self._has_same_attributes(settings)
 
     def _is_unchanged(self) -> bool:
         """Whether a recomputation finds inputs and block as the forward did, and changes nothing in the block."""

@@ -681,6 +681,86 @@ def test_a_hook_on_what_a_block_is_given_runs_once(name, engine):
     same_under(ENGINES[engine], run, lambda: custom_model(halves_gradients(take)), times=4)
 
 
+def halved(gradient):
+    return gradient * 0.5
+
+
+def halves_what_was_summed(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def registers_once(register):
+    def run(block, hidden, shift):
+        if not hasattr(block, "handle"):
+            block.handle = register(block)
+        return work(block, hidden, shift)
+
+    return run
+
+
+def registers_anew(block, hidden, shift):
+    if hasattr(block, "handle"):
+        block.handle.remove()
+    block.handle = block.one.weight.register_hook(halved)
+    return work(block, hidden, shift)
+
+
+def removes_its_hook(block, hidden, shift):
+    def hook(gradient):
+        handle.remove()
+        return gradient * 0.5
+
+    handle = block.one.weight.register_hook(hook)
+    return work(block, hidden, shift)
+
+
+def hooked_for_the_forward(block, hidden, shift):
+    """A recomputation ends inside of the last linear layer: it does not come to the removal."""
+    handle = block.two.register_forward_hook(lambda module, args, output: 2 * output)
+    output = work(block, hidden, shift)
+    handle.remove()
+    return output
+
+
+def counted_for_the_forward(block, hidden, shift):
+    block.depth = getattr(block, "depth", 0) + 1
+    output = scaled(block, hidden, float(block.depth))
+    block.depth -= 1
+    return output
+
+
+REGISTERS = {
+    "a weight": registers_once(lambda block: block.one.weight.register_hook(halved)),
+    "a weight, anew": registers_anew,
+    "a weight, for one backward": removes_its_hook,
+    "a sum": registers_once(lambda block: block.one.bias.register_post_accumulate_grad_hook(halves_what_was_summed)),
+    "a module": registers_once(
+        lambda block: block.one.register_forward_hook(lambda module, args, output: output.sin())
+    ),
+    "a module's backward": registers_once(
+        lambda block: block.two.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    ),
+    "a module, for the forward": hooked_for_the_forward,
+    "no hook, but a counter": counted_for_the_forward,
+}
+"""What a block registers a hook on."""
+
+
+@each_engine
+@pytest.mark.parametrize("name", REGISTERS)
+def test_a_recomputation_leaves_no_hooks(name, engine):
+    def hooks_of(block):
+        tensors = [block.one.weight, block.one.bias]
+        boxes = [(tensor._backward_hooks, tensor._post_accumulate_grad_hooks) for tensor in tensors]
+        boxes += [(module._forward_hooks, module._backward_hooks) for module in (block.one, block.two)]
+        return [[len(box or ()) for box in pair] for pair in boxes], getattr(block, "depth", 0)
+
+    def run(model):
+        return steps_of(model), list(map(hooks_of, model.layers))
+
+    same_under(ENGINES[engine], run, lambda: custom_model(REGISTERS[name]), times=3)
+
+
 # --- errors of a recomputation name the block -------------------------------------------------------------------------
 
 
