@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.machinery
 import logging
+import os
+import pkgutil
 import runpy
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+_SAFE_PATH = getattr(sys.flags, "safe_path", False)
+"""Whether Python puts no folder in front of `sys.path` (`python -P`, from 3.11 on)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     script pass through, including a `SystemExit` with a code.
     """
     arguments = _parser().parse_args(argv)
-    if not arguments.module and not Path(arguments.script).is_file():
+    if arguments.words[0] == "--":
+        del arguments.words[0]
+    arguments.script, *arguments.args = arguments.words
+    script = Path(arguments.script)
+    if not (arguments.module or script.is_file() or (script / "__main__.py").is_file()):
         print(f"hf_ckpt: there is no script {arguments.script!r}", file=sys.stderr)
         return 2
     from hf_ckpt.errors import HfCkptError
@@ -72,15 +83,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_script(arguments: argparse.Namespace) -> None:
     """Run the script or module as Python would, with its own `sys.argv` and `sys.path`."""
+    sys.argv = [arguments.script, *arguments.args]
     if arguments.module:  # as `python -m`, which looks for the module in the current folder
-        sys.argv = [arguments.script, *arguments.args]
-        sys.path.insert(0, str(Path.cwd()))
+        if not _SAFE_PATH:
+            sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
         return
-    script = Path(arguments.script).resolve()  # a script that changes folder still finds itself
-    sys.argv = [str(script), *arguments.args]
-    sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    path = os.path.abspath(arguments.script)  # a script that changes folder still finds itself
+    if pkgutil.get_importer(path) is not None or path.endswith(".pyc"):  # a folder or zip file with a `__main__.py`
+        runpy.run_path(path, run_name="__main__")
+        return
+    # Not by `runpy`, which puts the absolute path into `sys.argv`.
+    if not _SAFE_PATH:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    try:
+        exec(loader.source_to_code(loader.get_data(path), path), vars(module))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
@@ -122,10 +146,13 @@ def _parser() -> argparse.ArgumentParser:
         help="let every Trainer run a step that runs out of memory again under a tighter plan (see hf_ckpt.OomGuard)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a file")
-    parser.add_argument("script", help="path of the script, or name of the module with -m")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    # In one list, because argparse takes a `--` away that follows a positional argument by itself.
+    text = "path of the script, or name of the module with -m, and its arguments"
+    parser.add_argument("words", nargs=argparse.PARSER, metavar="script", help=text)
     return parser
 
 
 if __name__ == "__main__":
+    if not _SAFE_PATH:
+        del sys.path[0]  # `python -m` puts the current folder there, whose folders would hide packages from the script
     sys.exit(main())

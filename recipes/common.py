@@ -84,6 +84,8 @@ def parse(*kinds: type, argv: list[str] | None = None) -> tuple[Any, ...]:
     if not isinstance(loaded, dict):
         parser.error(f"{options.config} must hold `option: value` lines, but holds {loaded!r} instead")
     settings = {_installed_name(str(key)): value for key, value in loaded.items()}
+    if isinstance(settings.get("train_file"), str):  # one file, without brackets
+        settings["train_file"] = [settings["train_file"]]
     unknown = sorted(settings.keys() - (vars(options).keys() - {"config"}))
     if unknown:
         parser.error(f"{options.config} has keys that are no options: {', '.join(unknown)}")

@@ -88,6 +88,10 @@ def main() -> None:
 
     with args.main_process_first(desc="tokenizing"):
         rows = load_pairs(data)
+        if len(rows) < 2:
+            raise SystemExit(
+                "the data has fewer than two pairs, one to train on and one to score: a text needs 3 lines."
+            )
         rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)
         parts = rows.train_test_split(test_size=min(0.1, 1000 / len(rows)), seed=args.seed)  # generating takes a while
     trainer = transformers.Seq2SeqTrainer(

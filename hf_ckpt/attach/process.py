@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import EnableHook, detach
 from hf_ckpt.attach.hooks import Skipped, is_trained
 from hf_ckpt.attach.record import RECORD, Installation, installation
+from hf_ckpt.attach.switches import carriers, is_on
 from hf_ckpt.errors import HfCkptError, NoBlocksError
 from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.models.blocks import outermost_models
@@ -44,7 +46,7 @@ class Replaced(contextlib.ExitStack):
 
 
 class ProcessHooks(Replaced):
-    """The replaced methods of other packages' classes, and the models that were enabled through them.
+    """The replaced methods of other packages' classes, by which models are enabled.
 
     Methods whose first argument is `original` take the place of a class's method, which they get there.
 
@@ -59,8 +61,6 @@ class ProcessHooks(Replaced):
         EnableHook.calls = 0
         self.install = install
         self.says_what_wins = enable_when_trained
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Base models that were enabled through these hooks."""
         self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Every PreTrainedModel built since, including those inside other models."""
         self.met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -74,12 +74,6 @@ class ProcessHooks(Replaced):
             for owner in (compat.transformers.PreTrainedModel, compat.compiler.compiled_module_class()):
                 self.replace(owner, "__call__", self.call)
 
-    def close(self) -> None:
-        """Restore every method, and remove hf_ckpt from every model that was enabled through these hooks."""
-        super().close()
-        for model in list(self.models):
-            detach(model)
-
     def enable_method(self, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
         """Handle an enable call of a model. A model without known blocks has its own method called."""
         try:
@@ -90,6 +84,7 @@ class ProcessHooks(Replaced):
             options = next((value for value in (*args, *kwargs.values()) if isinstance(value, dict)), {})
             # transformers passes all keys to `torch.utils.checkpoint`, which refuses those of a spec.
             original(model, {key: options[key] for key in compat.transformers.TORCH_OPTIONS if key in options} or None)
+            EnableHook.calls += 1
 
     def build(self, original: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Record a model after its constructor has run."""
@@ -114,6 +109,7 @@ class ProcessHooks(Replaced):
         if is_new:  # a record that exists was asked for after these hooks
             self.install(base)
         record: Installation = vars(base)[RECORD]
+        record.is_of_process |= is_new
         spec = record.spec
         try:
             vars(base)[compat.transformers.ENABLE_NAMES[0]](*args, **kwargs)
@@ -121,7 +117,6 @@ class ProcessHooks(Replaced):
             if is_new:
                 detach(base)
             raise
-        self.models.add(base)
         if is_new and self.says_what_wins and record.spec != spec:
             tell("hf_ckpt: options of the script replace --spec: %s, not %s.", record.spec.to_dict(), spec.to_dict())
 
@@ -158,5 +153,39 @@ class ProcessHooks(Replaced):
         return max((model, *around), key=lambda other: len(list(other.modules())))
 
 
+def install_on_enabled(install: Callable[[nn.Module], object]) -> None:
+    """Install on every model of the process that is enabled already, or that has a plan from an earlier call.
+
+    Models on which the user has installed by `install(model)` keep their plan.
+    """
+    models = _models()
+    parts = {id(part) for model in models for part in model.modules() if part is not model}
+    for model in models:
+        record: Installation | None = vars(model).get(RECORD)
+        is_ours = any(map(is_on, carriers(model).values())) if record is None else record.is_of_process
+        if id(model) in parts or not is_ours:
+            continue
+        try:
+            install(model)
+        except HfCkptError as error:  # a model of an earlier cell of a notebook, for example
+            warn_once(log, "hf_ckpt: %s keeps what it has: %s", type(model).__name__, error)
+        else:
+            vars(model)[RECORD].is_of_process = True
+
+
+def detach_everywhere() -> None:
+    """Remove hf_ckpt from every model that got its plan without an `install(model)`, and from copies of such models."""
+    for model in _models():
+        record: Installation | None = vars(model).get(RECORD)
+        if record is not None and record.is_of_process:
+            detach(model)
+
+
+def _models() -> list[compat.transformers.PreTrainedModel]:
+    """Return every Hugging Face model of the process."""
+    # By their types: proxies run code when they are asked for their class.
+    return [value for value in gc.get_objects() if issubclass(type(value), compat.transformers.PreTrainedModel)]
+
+
 everywhere = contextlib.ExitStack()
-"""Undoes what `hf_ckpt.install()` without a model has done."""
+"""Restores the methods that `hf_ckpt.install()` without a model has replaced."""

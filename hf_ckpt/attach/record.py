@@ -167,6 +167,8 @@ class Installation:
     """The plan that is applied, or will be when checkpointing is enabled."""
     enabled: bool = False
     """Whether the plan is on the blocks now."""
+    is_of_process: bool = False
+    """Whether `install()` without a model has put it there, also on the model that this is a copy of."""
     tightened: Spec | None = None
     """The user's spec, if the guard has enabled a plan that needs less. An enable call with its options keeps that."""
     logged: tuple[Spec, str] | None = None

@@ -14,7 +14,7 @@ from torch import nn
 from hf_ckpt.attach import attach as on_model
 from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, put_on, spec_of, tell_plan
 from hf_ckpt.attach.hooks import warn_whole
-from hf_ckpt.attach.process import ProcessHooks, everywhere
+from hf_ckpt.attach.process import ProcessHooks, detach_everywhere, everywhere, install_on_enabled
 from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.errors import PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
@@ -59,15 +59,19 @@ def install(
         OwnerConflictError: the model is part of a larger model whose plan is enabled.
     """
     if model is None:
-        if not isinstance(spec, Plan):
+        if spec is not None and not isinstance(spec, Plan):
             spec = Spec.parse(spec)  # an invalid one is refused before anything changes
             if spec.plan is not None:
                 Plan.load(spec.plan)
         everywhere.close()
-        hooks = ProcessHooks(functools.partial(install_one, spec=spec), enable_when_trained=enable_when_trained)
-        everywhere.callback(hooks.close)
+        put = functools.partial(install_one, spec=spec)
+        everywhere.callback(ProcessHooks(put, enable_when_trained=enable_when_trained).close)
+        install_on_enabled(put)
         return None
     install_one(model, spec)
+    record = installation(model)
+    assert record is not None
+    record.is_of_process = False  # from now on it is the user's own
     return describe(model)
 
 
@@ -77,10 +81,12 @@ def uninstall(model: nn.Module | None = None) -> None:
         hf_ckpt.uninstall(model)
 
     Args:
-        model: plain or wrapped. A model without a plan is unchanged. None undoes `install()` without a model.
+        model: plain or wrapped. A model without a plan is unchanged. None undoes `install()` without a model, on all
+            models and copies of them; models with an own `install(model)` keep their plan.
     """
     if model is None:
         everywhere.close()
+        detach_everywhere()
     else:
         detach(model)
 

@@ -10,7 +10,7 @@ from helpers.adapters import with_lora
 from helpers.installed import ALL, active, flags
 from helpers.ranks import one_rank
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, outcome, planned, recomputed, step
+from helpers.steps import assert_same, enable, input_gradient_hooks, outcome, planned, recomputed, step
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ckpt
@@ -57,6 +57,33 @@ def test_install_for_the_process_answers_every_enable_until_uninstalled(everywhe
     enable(early, {"use_reentrant": False})  # transformers' own method again
     assert installation(early) is None
     assert set(flags(early)) >= set(ALL)
+
+
+def test_a_second_install_keeps_models_on_and_uninstall_takes_what_install_put(everywhere):
+    """A cell that runs twice; models that were enabled before the first run, a copy (EMA), and an own plan."""
+    stock, own, off = (tiny_model("llama").train() for _ in range(3))
+    enable(stock, {"use_reentrant": False})
+    planned(own, {"layers": "3"})
+    before = flags(stock), input_gradient_hooks(stock)
+    everywhere(spec={"layers": "0"})
+    late, too_short = tiny_model("llama").train(), tiny_model("llama", layers=1).train()
+    for model in (late, too_short):
+        enable(model)
+    average = copy.deepcopy(late)
+    for spec, blocks in (({"layers": "1"}, [ALL[1]]), (None, [ALL[1]]), ("full", ALL)):
+        everywhere(spec=spec)
+        for model in (stock, late, average):
+            assert active(model) == blocks
+            assert lost_blocks(model) == ()
+        assert active(own) == [ALL[3]]
+        assert installation(off) is None
+        assert len(active(too_short)) == 1  # it has no block 1
+    hf_ckpt.install(late, "full")
+    hf_ckpt.uninstall()
+    assert [installation(model) is None for model in (stock, average, too_short, off)] == [True] * 4
+    assert active(own) == [ALL[3]]
+    assert active(late) == ALL
+    assert (flags(stock), input_gradient_hooks(stock)) == before
 
 
 def test_a_refused_process_spec_hooks_nothing(everywhere):
@@ -237,6 +264,7 @@ def test_a_model_without_blocks_is_left_to_its_own_code(everywhere, caplog, opti
         gradients.append(other.layer.weight.grad.clone())
     assert torch.equal(*gradients)
     assert other.calls == 1 + 2
+    assert EnableHook.calls == 1
     model = tiny_model("llama")
     step(model, tiny_batch("llama"))
     assert recomputed(model) == ALL

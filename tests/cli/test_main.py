@@ -17,10 +17,12 @@ from hf_ckpt.training.out_of_memory import REPORT_FILE
 # All of these look like options of hf_ckpt, Python or an argument parser, but belong to the script.
 HOSTILE = ["--spec", "nonsense", "-m", "--help", "-h", "--", "-1", "--spec=x", "policy=full", "", "a b", "@file"]
 PROBE = """
-import json, sys
+import json, os, sys
 from WHERE import NAME
 facts = {"argv": sys.argv, "name": __name__, "main": sys.modules["__main__"].__dict__ is globals(), "beside": NAME}
-json.dump({**facts, "package": __package__ or ""}, open(sys.argv[1], "w"))
+facts |= {"package": __package__ or "", "file": __file__, "spec": str(__spec__ and __spec__.name)}
+facts |= {"loader": type(__loader__).__name__, "first": sys.path[0], "here": os.getcwd() in sys.path}
+json.dump(facts, open(sys.argv[2], "w"))
 sys.exit(7)
 """
 
@@ -40,22 +42,28 @@ def in_process(tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.compat
-@pytest.mark.parametrize(("script", "where"), [("scripts/probe.py", "neighbour"), ("-m tools.probe", ".neighbour")])
-def test_a_script_sees_what_it_sees_under_python(tmp_path, script, where):
-    """A script, or a module of a package, records how it was started and exits with 7."""
-    folder = tmp_path / ("tools" if script.startswith("-m") else "scripts")
+@pytest.mark.parametrize("script", ["scripts/probe.py", "link.py", "-- scripts/probe.py", "scripts", "-m tools.probe"])
+def test_a_script_sees_what_it_sees_under_python(tmp_path, script):
+    """A script, a link to it, a folder, or a module of a package records how it was started and exits with 7."""
+    is_module = script.startswith("-m")
+    folder = tmp_path / ("tools" if is_module else "scripts")
     folder.mkdir()
     (folder / "__init__.py").write_text("")
-    (folder / "probe.py").write_text(PROBE.replace("WHERE", where))
+    for name in ("probe.py", "__main__.py"):
+        (folder / name).write_text(PROBE.replace("WHERE", ".neighbour" if is_module else "neighbour"))
+    (tmp_path / "link.py").symlink_to(folder / "probe.py")
+    (tmp_path / "datasets").mkdir()  # hides the package of this name from whoever has the current folder in its path
+    (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError")
     (folder / "neighbour.py").write_text("NAME = 'beside the script'\n")
     found = []
     for start in (["-m", "hf_ckpt"], []):
-        done = python(*start, *script.split(), "result", *HOSTILE, cwd=tmp_path)
+        done = python(*start, *script.split(), "--", "result", *HOSTILE, cwd=tmp_path)
         assert done.returncode == 7, done.stderr
         found.append(json.loads((tmp_path / "result").read_text()))
-        assert (tmp_path / found[-1]["argv"].pop(0)).is_file()  # as typed, or absolute to survive os.chdir
+    if script == "scripts":
+        assert found[0]["argv"].pop(0) == str(tmp_path / found[1]["argv"].pop(0))  # `runpy` makes it absolute
     assert found[0] == found[1]
-    assert found[0]["argv"] == ["result", *HOSTILE]
+    assert found[0]["argv"][-2 - len(HOSTILE) :] == ["--", "result", *HOSTILE]
     assert found[0]["main"]
 
 

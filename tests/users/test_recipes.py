@@ -108,6 +108,12 @@ def test_a_yaml_that_cannot_be_used_ends_the_program(common, tmp_path, capsys, t
     assert said in capsys.readouterr().err
 
 
+def test_one_file_needs_no_brackets(common, tmp_path):
+    _, data, _ = parse(common, tmp_path, "train_file: rows.jsonl\n", "--output_dir", str(tmp_path))
+    assert data.train_file == ["rows.jsonl"]
+    assert common.reader_of(data.train_file) == "json"
+
+
 def test_command_line_beats_tiny_beats_yaml(common, tmp_path):
     text = "max_length: 100\nmax_steps: 200\nlearning_rate: 3e-4\nbf16: true\ndataset_name: some/data\n"
     options, data, args = parse(common, tmp_path, text, "--tiny", "--max_length", "7", "--output_dir", str(tmp_path))
@@ -158,3 +164,11 @@ def test_data_that_cannot_be_used_is_refused(common, tmp_path, monkeypatch, file
     data = common.DataArguments(train_file=[str(tmp_path / name) for name in files] or None, max_length=64)
     with pytest.raises(SystemExit, match=message):
         common.pack(common.load_rows(data), byte_tokenizer(), data)
+
+
+def test_a_text_of_one_line_has_no_pairs(recipes, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one line\n")
+    words = ["--tiny", "--train_file", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["seq2seq_t5.py", "configs/recipes/seq2seq_t5.yaml", *words])
+    with pytest.raises(SystemExit, match="fewer than two pairs"):
+        recipes("seq2seq_t5").main()
