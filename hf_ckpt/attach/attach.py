@@ -34,11 +34,6 @@ from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-)
-"""Where a module has its forward hooks, and the options of these, by their number."""
 GIVEN_PLAN = "(given as a Plan object)"
 """The value of `Spec.plan` for a plan that was passed as an object, and so has no path."""
 
@@ -437,10 +432,9 @@ def _remove_hooks(base: nn.Module, record: Installation) -> None:
     """Remove all hooks of a plan, also those that came with a copy of a block, to which no handle refers."""
     record.remove_hooks()
     for module in base.modules():
-        hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
-        for key in [key for key, hook in hooks if _has_no_handle(hook)]:
-            for name in _HOOKS:
-                vars(module)[name].pop(key, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _has_no_handle(hook)]:
+                del hooks[key]
 
 
 def _has_no_handle(hook: Any) -> bool:

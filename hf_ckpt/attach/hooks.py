@@ -116,7 +116,7 @@ def warn_whole(base: nn.Module, reason: str) -> None:
     warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", type(base).__name__, reason)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def warn_of_graph() -> bool:
     """Warn once of a part of a plan that has no effect in a graph. torch.compile calls this when it traces a call."""
     warn_once(

@@ -90,14 +90,12 @@ class PassHook(ModelHook):
         """
         if kwargs is None:  # how torch calls a hook that another hook of this forward removed
             return None
+        record = self.record
         if compat.torch.is_compiling():
             # torch.compile traces this hook, too. What it reads becomes a guard, and counts change in every step.
-            if not torch.is_grad_enabled():
-                return None
-            if self.record is not None and self.record.spec.is_planned and module.training:
+            if record is not None and record.spec.is_planned and torch.is_grad_enabled() and module.training:
                 warn_of_graph()
-            return self._without_cache(module, args, kwargs)
-        record = self.record
+            return self._without_cache(module, args, kwargs) if torch.is_grad_enabled() else None
         if record is None or not record.enabled:
             return None
         # Compared without a call, because it happens in every forward.

@@ -34,10 +34,6 @@ class Session(Protocol):
     def measuring(self) -> str | None:
         """Why the current plan is not the plan of the run yet, in words; None if it is."""
 
-    @property
-    def gave_up(self) -> bool:
-        """Whether steps cannot be measured, so that nothing more is tried."""
-
     def described(self, description: Description) -> Description:
         """Return a description with the plans of the run, and the measured peak of the current one."""
 
@@ -223,12 +219,6 @@ class Installation:
         if self.session is None:
             return f"`{self.spec.policy}` measures the first training steps, and then plans"
         return self.session.measuring
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether steps are measured, or will be."""
-        has_ended = self.session is not None and self.session.gave_up
-        return self.measuring is not None and not has_ended
 
     @property
     def waits(self) -> bool:

@@ -198,7 +198,7 @@ class MemoryTimeCallback(TrainerCallback):
         """
         record = _record(model)
         # A session waits for the device when it stores a measured step, which is in the next one.
-        if not self._reads_lags or (record is not None and record.is_measuring):
+        if not self._reads_lags or (record is not None and record.measuring):
             return self._reporting(training_step, model, *args, **kwargs)
         host = DeviceClock()
         began = self._clock.stamp()

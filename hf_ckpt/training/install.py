@@ -178,9 +178,7 @@ class Decider:
         try:
             decided = self.asked(blocks, record, {})
         except (SpecError, PlanMismatchError) as error:  # no reason to end a training
-            text = (
-                "hf_ckpt: the layers of %s have changed, and its plan does not fit them. New ones keep everything. %s"
-            )
+            text = "hf_ckpt: the layers of %s have changed, and its plan does not fit: new ones keep everything. %s"
             warn_once(log, text, blocks.model, error)
             planned = record.plan.active()
             actions = tuple((block, planned.get(block.name, KEEP)) for block in blocks.blocks)

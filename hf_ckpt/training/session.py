@@ -252,7 +252,7 @@ class Session:
             return
         # The last step belongs to the model as it was. What changes now may then make the session forget it.
         start_bytes = self._finish(record)
-        self._look_for_changes(base, record)
+        self._look_for_changes(base)
         state = self._state.present
         # A guess for a step of several forwards: only the first is known now, and it must run under some plan.
         batch = Batch(self._forwards.begin(forward, state), self._state.has_gradients(), state)
@@ -290,9 +290,8 @@ class Session:
         """Why the current plan is not the plan of the run yet, in words; None if it is."""
         if self.planned is None:
             return "measuring"
-        if self.gave_up:
-            return f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
-        return f"measuring ({self.planned.phase.value})" if self.planned.measures else None
+        is_measuring = self.planned.measures and not self.gave_up
+        return f"measuring ({self.planned.phase.value})" if is_measuring else None
 
     @property
     def gave_up(self) -> bool:
@@ -311,7 +310,10 @@ class Session:
         in_order = sorted(self.plans.values(), key=lambda planned: planned.batch.elements)
         plans = {str(planned.batch): planned.plan for planned in in_order}
         measured_bytes = None if self.planned is None else self.planned.measured_bytes
-        return dataclasses.replace(description, plans=plans, measured_bytes=measured_bytes)
+        measuring = description.measuring
+        if self.gave_up:
+            measuring = f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
+        return dataclasses.replace(description, plans=plans, measured_bytes=measured_bytes, measuring=measuring)
 
     # --- the phases ---
 
@@ -414,16 +416,13 @@ class Session:
             return self.recorder.goes_on
         return self._forwards.expects(forward, self._state.present)
 
-    def _look_for_changes(self, base: nn.Module, record: Installation) -> None:
+    def _look_for_changes(self, base: nn.Module) -> None:
         """Forget what does not hold any more, because the model or its optimizers have changed."""
         if self._optimizers.have_grown(base, self._devices):
             self._measurements.forget_steps()
             self.plans.clear()
         if self._state.has_changed():
             log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
-            blocks = find_blocks(base)
-            if blocks.modules != self._measurements.modules:  # layers were removed, added or replaced
-                self._begin_with(blocks, record)
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
         """Enable the plan that keeps least if another forward of the step has no room under the current plan."""

@@ -64,7 +64,7 @@ class Watch:
             session: the session of the run under `budget` and `auto`.
         """
         self.stop()
-        if record.is_measuring:
+        if record.measuring:
             return
         self._forwards += 1
         if session is not None and session.recorder is not None:

@@ -1,11 +1,12 @@
 """Layers that are added, removed or replaced while a plan is enabled: the plan is put on those that the model has."""
 
 import copy
+import pickle
 import weakref
 
 import pytest
 import torch
-from helpers.installed import forward_hooks
+from helpers.installed import ALL, forward_hooks
 from helpers.steps import assert_same, enable, planned, recomputed, step, without_collector
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -125,7 +126,12 @@ def test_a_plan_that_does_not_fit_any_more_is_said_once(caplog):
     for _ in range(2):
         step(model, BATCH)
     assert recomputed(model) == ["model.layers.1"] * 2
-    assert caplog.text.count("the layers of LlamaForCausalLM have changed, and its plan does not fit them") == 1
+    assert (
+        caplog.text.count(
+            "the layers of LlamaForCausalLM have changed, and its plan does not fit: new ones keep everything"
+        )
+        == 1
+    )
     assert "names 3, but stack 'decoder' has blocks 0 to 1" in caplog.text
 
 
@@ -136,3 +142,41 @@ def test_a_new_head_runs_in_chunks_and_counts_stay():
     step(model, BATCH)
     described = hf_ckpt.describe(model)
     assert (described.chunked_heads, set(described.recomputed.values())) == (2, {2})
+
+
+def test_two_models_exchange_layers():
+    """Each plans the layers that it has, also if the other one is uninstalled."""
+    plain = [tiny_model("llama", seed=seed) for seed in range(2)]
+    models = [planned(tiny_model("llama", seed=seed), spec) for seed, spec in enumerate(("full", "selective"))]
+    for one, other in (plain, models):
+        one.model.layers[0], other.model.layers[3] = other.model.layers[3], one.model.layers[0]
+    expected = [step(model, BATCH) for model in plain]
+    for model, gradients in zip(models, expected, strict=True):
+        assert_same(gradients, step(model, BATCH))
+    assert [sorted(set(recomputed(model))) for model in models] == [ALL, ALL]
+    before = recomputed(models[1])
+    hf_ckpt.uninstall(models[0])
+    assert_same(expected[1], step(models[1], BATCH))
+    assert recomputed(models[1]) == sorted(2 * before)
+    hf_ckpt.uninstall(models[1])
+    assert [forward_hooks(model) for model in models] == [forward_hooks(model) for model in plain]
+
+
+def test_an_evaluation_frees_a_replaced_layer_too():
+    model = planned(tiny_model("llama"))
+    step(model, BATCH)
+    with without_collector(), torch.no_grad():
+        (gone,) = changed(model, replaced)
+        model(**BATCH)
+        assert gone() is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_notice_changes_of_their_own_layers(copied):
+    model = planned(tiny_model("llama"))
+    twin = copied(model)
+    twin.model.layers[2] = new_layer(twin, 2)
+    for each in (model, twin):
+        step(each, BATCH)
+        assert recomputed(each) == ALL
+    assert functions(model)[ALL[2]] is not functions(twin)[ALL[2]]
