@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from hf_ckpt.engines.trials import Mark, Trial, Trials, Tries, unmarked
 from hf_ckpt.models.blocks import FoundBlocks, base_model
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.description import Description, Watched
-from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.plan import Plan, staying
 from hf_ckpt.spec.spec import Spec
 
 RECORD = "_hf_ckpt"
@@ -94,11 +95,12 @@ class Functions:
 
     def of(self, plan: Plan) -> Regions:
         """Return the function of every block whose action is not `keep`, and make those that do not exist yet."""
-        # Backward begins with the last block of a stack, so moving what that block keeps would gain nothing.
-        last = {pairs[-1][0].name for pairs in plan.stacks().values()}
+        blocks = [block for block, _ in plan.actions]
+        stays = staying(blocks)
+        self._mover.before = {block.name: before.name for before, block in itertools.pairwise(blocks)}
         regions: Regions = {}
         for name, action in plan.active().items():
-            mover = None if name in last else self._mover
+            mover = None if name in stays else self._mover
             regions[name] = self.function(name, action, mover)
         return regions
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
 from hf_ckpt.spec.actions import COMPILED, FULL, OFFLOADED, Action
-from hf_ckpt.spec.plan import Block
+from hf_ckpt.spec.plan import Block, staying
 
 ON_DEVICE = {moved: kept for kept, moved in OFFLOADED.items()}
 """Action that keeps tensors in host memory -> the action that keeps them on the device."""
@@ -55,6 +55,8 @@ class CallCosts:
     gradient_bytes: int
     """Bytes that its backward leaves alive, such as gradients."""
     costs: Mapping[Action, Cost]
+    input_bytes: int = 0
+    """Bytes of its hidden states."""
 
     def first_of(self, *actions: Action) -> Action:
         """The first of these actions that the call may have; its first action if it may have none of them."""
@@ -105,8 +107,6 @@ class Costs:
     head: tuple[Part, Part]
     """The head and the loss: until the model's forward ends, and from there to the first backward of a call. The bytes
     that the first leaves are those at the end of the second, less what calls keep: see `Step.head`."""
-    input_bytes: int
-    """Bytes of a block's hidden states."""
     static: Static
     family: str = ""
     model: str = ""
@@ -165,6 +165,8 @@ def costs_of_step(
     alive_bytes = full.before.net
     alive_after = []
     """After the forward of each call, the bytes that outlive the model's forward."""
+    outputs = collections.defaultdict[str, list[int]](list)
+    """Stack -> bytes that calls of it leave under `full`: the hidden states of the next call."""
     last_stack = None
     for call, block in zip(full.calls, blocks, strict=True):
         trials_of_call = trials[call.name]
@@ -175,19 +177,22 @@ def costs_of_step(
         costs.append({action: _cost(call, trial, casts, is_first) for action, trial in trials_of_call.items()})
         alive_bytes += call.forward.net + call.until_next.net - casts
         alive_after.append(alive_bytes)
+        if call.backward is not None:  # a frozen block leaves its output, but its input is freed
+            outputs[block.stack].append(call.forward.net - casts)
+    inputs = {stack: max(0, statistics.median_low(sizes)) for stack, sizes in outputs.items()}
     gradients = _gradient_bytes(full.calls, alive_after)
-    calls = (CallCosts(block, left, of_call) for block, left, of_call in zip(blocks, gradients, costs, strict=True))
+    calls = (
+        CallCosts(block, left, of_call, inputs.get(block.stack, 0))
+        for block, left, of_call in zip(blocks, gradients, costs, strict=True)
+    )
     at_backward_bytes = full.at_backward_bytes - alive_bytes
     forward, backward = full.head
-    # Under `full` a call leaves only its output, the hidden states of the next one. Stacks may differ in size.
-    input_bytes = statistics.median(call.forward.net for call in full.calls)
     return Costs(
         actions=tuple(dict.fromkeys(itertools.chain(actions, *costs))),
         calls=tuple(calls),
         before=full.before,
         at_backward_bytes=at_backward_bytes,
         head=(dataclasses.replace(forward, net=at_backward_bytes), dataclasses.replace(backward, net=0)),
-        input_bytes=max(0, round(input_bytes)),
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
     )
 
@@ -261,21 +266,21 @@ def with_offloading(
     """
     if host_limit is None or not host_bandwidth:
         return [costs]
+    stays = {*fixed, *staying(costs.blocks or (call.block for call in costs.calls))}
+    movable = [place for place, call in enumerate(costs.calls) if call.block.name not in stays]
     candidates = []
     for base, moved in OFFLOADED.items():
-        # Not the last call, whose backward follows at once.
-        movable = [place for place, call in enumerate(costs.calls[:-1]) if call.block.name not in fixed]
-        places = [place for place in movable if base in costs.calls[place].costs]
-        sizes = dict.fromkeys(places, costs.input_bytes)
-        if base != FULL:
-            sizes = {place: max(0, costs.calls[place].costs[base].kept_bytes) for place in places}
-        calls = list(costs.calls)
+        sizes = {}
+        for place in movable:
+            call = costs.calls[place]
+            if base in call.costs:
+                sizes[place] = call.input_bytes if base == FULL else max(0, call.costs[base].kept_bytes)
         most_calls = host_limit // _buffer_bytes(base, sizes.values())
-        for place in places:
-            if place < most_calls:
-                cost = _with_copies(costs, place, base, sizes[place], host_bandwidth, launch_nanoseconds)
-                calls[place] = dataclasses.replace(calls[place], costs={**calls[place].costs, moved: cost})
-        if places:
+        calls = list(costs.calls)
+        for place in list(sizes)[:most_calls]:
+            cost = _with_copies(costs, place, base, sizes, host_bandwidth, launch_nanoseconds)
+            calls[place] = dataclasses.replace(calls[place], costs={**calls[place].costs, moved: cost})
+        if sizes:
             candidates.append(dataclasses.replace(costs, calls=tuple(calls), actions=(*costs.actions, moved)))
     return candidates or [costs]
 
@@ -289,30 +294,31 @@ def _buffer_bytes(base: Action, sizes: Collection[int]) -> int:
 
 
 def _with_copies(
-    costs: Costs, place: int, base: Action, size: int, host_bandwidth: float, launch_nanoseconds: int
+    costs: Costs, place: int, base: Action, sizes: Mapping[int, int], host_bandwidth: float, launch_nanoseconds: int
 ) -> Cost:
-    """What a call costs that moves `size` bytes, which it keeps under `base`, to the host and back."""
-    cost = costs.calls[place].costs[base]
+    """What a call costs that moves what it keeps under `base` to the host and back. `sizes` has the bytes of calls."""
+    call = costs.calls[place]
+    cost = call.costs[base]
+    size = sizes[place]
     copying = round(size / host_bandwidth * 1e9)
-    overhead = 2 * launch_nanoseconds
-    # The backward prefetches the tensors of the call before. This assumes that that call moves as much, and that the
-    # calls that move tensors are the first ones of the step.
-    ahead = size
+    # The backward prefetches the tensors of the call before, which are none if that one moves nothing.
+    ahead = sizes.get(place - 1, 0)
     freed = size
-    waits = overhead
-    if place == 0:
-        # No call is before the first one. The last call that moves tensors waits for its own copy; the cost of the
-        # first one includes that time. The step's input may be held elsewhere, too, and is not freed.
-        ahead = 0
-        freed = max(0, size - costs.input_bytes)
-        waits = overhead + copying
+    waits = 2 * launch_nanoseconds
+    if place - 1 not in sizes:
+        # The last call that moves tensors waits for its own copy; the cost of the first one includes that time.
+        waits += copying
+    if place == 0 or costs.calls[place - 1].block.stack != call.block.stack:
+        # The input of a stack may be held elsewhere, too, and is not freed.
+        freed = max(0, size - call.input_bytes)
     peak = cost.forward.peak
     if base != FULL:  # what the call before keeps is freed when its copies end, which is with this call
         peak += ahead
     spent = max(cost.backward.nanoseconds, copying) + waits
+    forward_spent = max(cost.forward.nanoseconds, copying) + 2 * launch_nanoseconds
     return dataclasses.replace(
         cost,
-        forward=Part(peak, cost.forward.net - freed, max(cost.forward.nanoseconds, copying) + overhead),
+        forward=Part(peak, cost.forward.net - freed, forward_spent),
         backward=Part(cost.backward.peak + size + ahead, cost.backward.net + freed, spent),
     )
 

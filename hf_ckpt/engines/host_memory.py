@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +118,8 @@ class Mover:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
+        self.before: Mapping[str, str] = {}
+        """Name of a block -> name of the block that runs before it."""
         self.held_bytes = 0
         """Bytes of host memory in use, rounded up to powers of two."""
         self.lock = threading.RLock()  # freeing a graph returns buffers at any time, even in the middle of `take`
@@ -127,7 +129,7 @@ class Mover:
         self._lane = functools.cache(lambda device: lane_of(device))  # `lane_of` is looked up late: tests replace it
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mover, (self.limit_bytes,)  # memory and streams belong to this process
+        return Mover, (self.limit_bytes,), {"before": self.before}  # memory and streams belong to this process
 
     def group(self, block: str, hidden: Any) -> Group | None:
         """Make a group for what the next forward of a block saves. Call its `leave_device` at the end of the forward.
@@ -181,7 +183,7 @@ class Mover:
 class Group:
     """The tensors that one forward of a block moves to host memory.
 
-    When backward fetches the first of them, it also starts the copies of the previous group, one block ahead of their
+    When backward fetches the first of them, it also starts the copies of the previous block, one block ahead of their
     use. `pack` and `unpack` are the saved-tensor hooks.
 
     Args:
@@ -316,7 +318,7 @@ class Slot:
         self.on_device = None
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor on its device, and start copying back the previous group.
+        """Return the tensor on its device, and start copying back what the block before has moved.
 
         Raises `InPlaceError` if the tensor is still on the device and was changed there.
         """
@@ -330,11 +332,13 @@ class Slot:
             assert self.arriving is not None
             tensor, copy = self.arriving
             group.lane.wait(copy)
-            # The first use in this backward. The block before comes next: its copies run while this one computes.
+            # The first use in this backward. If the block before moves tensors, too, it comes next, and its copies run
+            # while this one computes. Those of an earlier block would lie on the device until its backward.
             if not self._left:
                 self._left = self.uses
                 before = group.before()
-                if before is not None and before.lane is group.lane:
+                is_next = before is not None and before.block == group.mover.before.get(group.block)
+                if before is not None and is_next and before.lane is group.lane:
                     before.send_back()
             self._left -= 1
             # After the last use, only the backward holds the tensor. With `retain_graph`, another one copies again.

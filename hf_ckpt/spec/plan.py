@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,14 @@ class Plan:
             size = self.head if isinstance(self.head, str) else f"{self.head} tokens"
             lines.append(f"  head: planned in chunks ({size})")
         return "\n".join(lines)
+
+
+def staying(blocks: Iterable[Block]) -> set[str]:
+    """Return the names of blocks whose tensors never move to host memory: the last one of each stack.
+
+    Backward begins with it, so moving what it keeps would gain nothing.
+    """
+    return {block.name for block in {block.stack: block for block in blocks}.values()}
 
 
 def _positions(pairs: list[tuple[Block, Action]]) -> dict[str, list[int]]:

@@ -284,7 +284,9 @@ class Measurements:
             turns = itertools.islice(itertools.cycle(actions), self.timed, None)
             blocks = dict.fromkeys(call.name[0] for call in calls)
             for block, action in zip(reversed(blocks), turns, strict=False):
-                if action != self.least and costs.peak({**chosen, block: action}) <= limit:
+                # A single block has another action in each step, and so the one that keeps least in one of them.
+                shows = action != self.least or len(blocks) == 1 < len(actions)
+                if shows and costs.peak({**chosen, block: action}) <= limit:
                     chosen[block] = action
         return chosen
 

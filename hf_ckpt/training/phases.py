@@ -128,9 +128,8 @@ class Race:
     def learn(self, plan: Plan, entrants: Collection[Entrant], nanoseconds: int) -> None:
         """Store the time of a step under a plan, for all entrants that have this plan."""
         for entrant in entrants:
-            # A prediction is 0 if blocks were never timed, for want of room.
             if entrant.plan.actions == plan.actions:
-                self.ratios.setdefault(entrant.allowed, []).append(nanoseconds / 1e9 / max(1e-9, entrant.seconds))
+                self.ratios.setdefault(entrant.allowed, []).append(nanoseconds / 1e9 / _predicted(entrant))
 
     def winner(self, entrants: Sequence[Entrant]) -> Entrant:
         """Return the fastest plan, with the time that steps have shown."""
@@ -145,4 +144,9 @@ class Race:
         ratios = self.ratios.get(entrant.allowed)
         if not ratios:
             return entrant
-        return dataclasses.replace(entrant, seconds=entrant.seconds * statistics.median(ratios))
+        return dataclasses.replace(entrant, seconds=_predicted(entrant) * statistics.median(ratios))
+
+
+def _predicted(entrant: Entrant) -> float:
+    """The predicted time. It is 0 if blocks were never timed, for want of room; then seconds of steps are compared."""
+    return entrant.seconds or 1.0

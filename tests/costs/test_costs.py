@@ -28,7 +28,6 @@ BY_HAND = Costs(
     before=Part(8, 4, 10),
     at_backward_bytes=1,
     head=(Part(30, 16, 30), Part(31, 0, 50)),
-    input_bytes=4,
     static=Static(parameters=100, buffers=8, optimizer=40, gradients=26, step_bytes=7),
     tokens=64,
     optimizer_nanoseconds=1000,
@@ -66,10 +65,10 @@ def test_one_action_for_all_spares_what_has_no_choice():
     assert made_up(1, [0, 1, 1, 1], frozen=1, actions=3).uniform(FULL) == (KEEP, FULL, FULL, FULL)
 
 
-def equal_blocks(count, costs, **changes):
+def equal_blocks(count, costs, *, input_bytes=4):
     """The step of equal blocks."""
-    calls = tuple(CallCosts(block, 0, costs) for block in blocks_of("decoder", count))
-    return dataclasses.replace(BY_HAND, calls=calls, actions=tuple(costs), **changes)
+    calls = tuple(CallCosts(block, 0, costs, input_bytes) for block in blocks_of("decoder", count))
+    return dataclasses.replace(BY_HAND, calls=calls, actions=tuple(costs))
 
 
 GIGA = 10**9  # bytes per second: one byte takes a nanosecond
@@ -95,6 +94,23 @@ def test_costs_of_offloading_equal_those_computed_by_hand():
         Cost(Part(26 + 14, 14 - 14, 14 + 2), Part(16 + 14 + 14, -24 + 14, 14 + 2)),
         None,
     ]
+
+
+def test_each_stack_moves_its_own_bytes_but_for_its_last_block():
+    """And frozen blocks that come first take no host memory from those that are trained."""
+    sizes = {"vision": 2, "decoder": 8}
+    blocks = [(block, size) for name, size in sizes.items() for block in blocks_of(name, 4)]
+    calls = [CallCosts(block, 0, MOVABLE, size) for block, size in blocks]
+    calls[0] = dataclasses.replace(calls[0], costs={KEEP: Cost(Part(), Part())})
+    costs = dataclasses.replace(BY_HAND, calls=tuple(calls), actions=(KEEP, *MOVABLE))
+    for limit, count in ((0, 0), (3 * 8, 3), (999, 5)):
+        inputs = with_offloading(costs, GIGA, 1, limit)[0]
+        moving = [place for place, call in enumerate(inputs.calls) if OFFLOAD in call.costs]
+        assert moving == [1, 2, 4, 5, 6][:count]
+        kept = [inputs.calls[place].costs[OFFLOAD].kept_bytes for place in moving]
+        assert kept == [4 - 2, 4 - 2, 4, 4 - 8, 4 - 8][:count]  # the input of a stack may be held elsewhere, too
+    back = [inputs.calls[place].costs[OFFLOAD].backward.peak - 30 for place in moving]
+    assert back == [2, 2 + 2, 8, 8 + 8, 8 + 8]  # its own, and that of the call before, if that one moves
 
 
 @settings(max_examples=60)

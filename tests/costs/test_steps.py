@@ -269,7 +269,7 @@ def test_every_action_is_timed_although_few_blocks_can_keep_much():
     timed = set()
     for known.timed in range(TIMED_STEPS):
         timed.update(known.actions_to_time(batch_of(8), limit).values())
-    assert timed == {KEEP, SELECTIVE, FULL_SELECTIVE}
+    assert timed - {known.least} == {KEEP, SELECTIVE, FULL_SELECTIVE}
 
 
 def test_an_action_that_keeps_more_may_be_slower():

@@ -49,18 +49,18 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
     still = {KEEP: Cost(part(), Part())}
     blocks = (*blocks_of("encoder", len(kinds) - decoder), *blocks_of("decoder", decoder))
     gradients = {kind: rng.randint(0, largest) for kind in sorted({*kinds})}
+    hidden = rng.randint(0, largest)
     return Costs(
         family="llama",
         model="SomeModel",
         actions=ladder,
         calls=tuple(
-            CallCosts(block, gradients[kind], still if place < frozen else rows[kind])
+            CallCosts(block, gradients[kind], still if place < frozen else rows[kind], hidden)
             for place, (block, kind) in enumerate(zip(blocks, kinds, strict=True))
         ),
         before=part(),
         at_backward_bytes=rng.randint(0, largest),
         head=(part(), part()),
-        input_bytes=rng.randint(0, largest),
         static=Static(rng.randint(0, 50), 40, sum(gradients[kind] for kind in kinds), 8, rng.randint(0, largest)),
         tokens=rng.randint(0, 100),
         accumulation=accumulation,

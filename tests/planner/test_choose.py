@@ -88,11 +88,10 @@ def alike(count, *, head=30, kept=(60, 25, 0), static=None, gradient=0, accumula
         costs[action] = Cost(Part(max(kept) + 10, size + INPUT, 100), backward)
     return Costs(
         actions=LADDERS[3],
-        calls=tuple(CallCosts(block, gradient, costs) for block in blocks_of("decoder", count)),
+        calls=tuple(CallCosts(block, gradient, costs, INPUT) for block in blocks_of("decoder", count)),
         before=Part(INPUT, INPUT, 30),
         at_backward_bytes=0,
         head=(Part(head, head // 2, 50), Part(head, -head // 2, 100)),
-        input_bytes=INPUT,
         static=static or Static(100, gradients=gradient * count),
         accumulation=accumulation,
         **fields,

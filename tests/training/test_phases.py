@@ -51,6 +51,13 @@ def test_whole_steps_decide_whatever_was_predicted(wait):
     assert (winner.plan, winner.seconds) == (entrants[1].plan, wait + 2.5)
 
 
+def test_where_nothing_was_predicted_the_seconds_of_steps_decide():
+    entrants = [entrant(KEEP, 0.0, (KEEP, SELECTIVE, FULL)), entrant(FULL, 0.0, (KEEP, FULL))]
+    race, _ = raced(entrants, {KEEP: [2_000_000_000] * 3, FULL: [1_000_000_000] * 3})
+    winner = race.winner(entrants)
+    assert (winner.plan, winner.seconds) == (entrants[1].plan, 1.0)
+
+
 def test_a_batch_of_another_shape_needs_no_race_of_its_own():
     """What was raced says how predictions of a way relate to real steps."""
     entrants = [entrant(SELECTIVE, 1.0, (KEEP, SELECTIVE)), entrant(FULL, 2.0, (KEEP, FULL))]

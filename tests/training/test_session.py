@@ -169,6 +169,18 @@ def test_a_measured_step_ends_before_ddp_waits_for_other_ranks(monkeypatch):
     assert ended.count(Phase.RACE) >= 2 * RACE_STEPS
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_single_blocks_of_a_kind_are_timed(layers):
+    """With frozen embeddings, the first block is one, because its hidden states require no gradients."""
+    model = model_of("llama", layers=layers)
+    model.get_input_embeddings().requires_grad_(False)
+    budgeted(model, "1GiB")
+    phases = [run(model, [BATCH]) and current(model).phase for _ in range(PLANNED)]
+    assert phases.count(Phase.TIME) == TIMED_STEPS
+    entered = installation(model).session.entered.entrants
+    assert all(entrant.seconds > 0 for entrant in entered)
+
+
 # --- irregular steps --------------------------------------------------------------------------------------------------
 
 STEPS = 3 + TIMED_STEPS
