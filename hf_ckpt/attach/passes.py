@@ -19,7 +19,9 @@ from hf_ckpt import compat
 from hf_ckpt.attach.hooks import ModelHook, is_trained, warn_of_graph, warn_whole
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.attach.switches import function_of
+from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.settings import Above
 from hf_ckpt.errors import HfCkptError, OwnerConflictError, TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import refuse_other_owner
@@ -270,10 +272,22 @@ def _check_once(stack: _Pass) -> None:
     regions = [region for region in functions if region.block in stack.hook.place.blocks]
     _refuse_deepspeed(module, regions)
     stay = compat.distributed.parameters_stay(module)
+    above = _above(hook.base, module)
     for region in regions:
         region.parameters_stay = stay
+        if isinstance(region, FullRegion):
+            region.above = above
     _refuse_compiled(module)
     hook.checked = weakref.ref(module)
+
+
+def _above(base: nn.Module, module: nn.Module) -> Above:
+    """Return proxies of a module that runs blocks, and of the models around it up to `base`."""
+    path = next((name.split(".") for name, inner in base.named_modules() if inner is module), [""])
+    around = dict.fromkeys(base.get_submodule(".".join(path[:length])) for length in range(len(path)))
+    # Wrappers in between have attributes of their own for each moment of a step.
+    models = [part for part in around if isinstance(part, compat.transformers.PreTrainedModel) and part is not module]
+    return tuple(map(weakref.proxy, (*models, module)))
 
 
 def _refuse_deepspeed(module: nn.Module, regions: list[Region]) -> None:

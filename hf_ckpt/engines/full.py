@@ -16,7 +16,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.copies import as_given, cut
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
-from hf_ckpt.engines.settings import Settings
+from hf_ckpt.engines.settings import Above, Settings
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError, TransformError
 
@@ -59,6 +59,8 @@ class FullRegion(Region):
         self.block = block
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
+        self.above: Above = ()
+        """Proxies of the modules above the block. The first forward of the stack sets it."""
         self.settings: Settings | None = None
         """The settings of the block in its last forward; None before the first."""
         self.trials: Recomputing | None = None
@@ -81,7 +83,7 @@ class FullRegion(Region):
         if block is None or compat.torch.is_replica(block):
             block = settings = None
         elif settings is None or not settings.still_apply(block):
-            settings = self.settings = Settings(block)
+            settings = self.settings = Settings(block, self.above)
         return ForwardState(
             self.block,
             block,
@@ -145,7 +147,7 @@ class FullRegion(Region):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "settings": None, "trials": None}  # they refer to the modules of this block
+        return {**vars(self), "above": (), "settings": None, "trials": None}  # they refer to the modules of this model
 
 
 class Counted:

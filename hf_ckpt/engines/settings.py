@@ -22,8 +22,13 @@ from hf_ckpt.models.parts import routers
 
 _PLAIN = (type(None), bool, int, float, str, enum.Enum, numpy.generic, torch.dtype, torch.device)
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-_INDIFFERENT = (nn.Linear, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""Types whose forward, if any, reads no plain attribute. Their attributes are not compared, which would take longer."""
+_PLAINEST = (
+    nn.Linear(1, 1, device="meta"),
+    *(nn.Identity(), nn.ModuleDict(), nn.ModuleList(), nn.ParameterDict(), nn.ParameterList()),
+)
+_INDIFFERENT = {type(module): {*vars(module), "_is_hf_initialized"} for module in _PLAINEST}
+"""Types whose forward, if any, reads no attribute that changes -> the attributes that their constructor and
+transformers give them. These are not compared, which would take longer."""
 _INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | set(compat.transformers.SWITCHES)
 """Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those that switch
 checkpointing. One of these is the block's checkpointing function, which holds its settings: a reference cycle."""
@@ -34,14 +39,24 @@ Place = tuple[int, str]
 """Where the block has a value: the number of a dict, and a key in it. The dicts are those of `Settings.dicts`: first
 the attributes of each module and config, as many as `Settings.attributes`, and then those of `Settings.tensors`."""
 
+Above = tuple[nn.Module, ...]
+"""The modules above a block that run it: its stack and the models around it. In `Settings`, proxies of them: the block
+must not keep them alive, because they hold the block."""
+
 
 class Settings:
     """Everything beside its tensors that decides what a block's forward does.
 
     They refer to everything below the block but not to the block itself, which would be a reference cycle.
+
+    Args:
+        block: the block.
+        above: the modules above it. Of these, what they hold themselves belongs to the settings, without their
+            children: plain attributes, tensors and buffers, and containers of these, which the block may read and
+            extend within a step.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, above: Above = ()) -> None:
         self.attributes: list[dict[str, Any]] = []
         """The plain attributes of each module and of its config. The block comes first."""
         self.boxes: list[dict[Any, Any]] = []
@@ -84,13 +99,23 @@ class Settings:
             if isinstance(vars(module).get("_parameters"), dict):
                 self._collect(module, owners, copies, is_block=module is block)
         self.inner = owners[1:]
-        """The dicts that `attributes` are from, without the block's own."""
+        """The dicts that `attributes` are from, without the block's own and those above it."""
+        self.above = above
+        self.shared: set[Place] = set()
+        """Those of `state` that are above the block. They are copied once a forward of the block has changed them."""
+        has_below = len(self.state)
+        for module in above:
+            self._collect_above(module, owners, copies)
+        self.shared.update(self.state[has_below:])
         self.names = [frozenset(owner) for owner in owners]
         """The names of all their attributes."""
         buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
+        buffers_above = {id(vars(module)["_buffers"]) for module in above}
         for number, tensors in enumerate(self.tensors, len(owners)):
-            if id(tensors) in buffers:
+            if id(tensors) in buffers | buffers_above:
                 self.state += [(number, key) for key in tensors]
+            if id(tensors) in buffers_above:
+                self.shared.update((number, key) for key in tensors)
         # Copies, because a box is changed in place, and is itself the same one afterwards.
         self.contents = [dict(box) for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
@@ -106,7 +131,7 @@ class Settings:
         number = len(owners)
         owners.append(attributes)
         self.attributes.append({})
-        if type(module) not in _INDIFFERENT or is_block:
+        if is_block or not _is_indifferent(module):
             self._sort(attributes, number, copies)
         self.tensors += [tensors for tensors in (attributes["_parameters"], attributes["_buffers"]) if tensors]
         is_outside = is_block and compat.transformers.HOOKS_STAY_OUTSIDE
@@ -118,6 +143,20 @@ class Settings:
         if config is not None and not any(vars(config) is owner for owner in owners):  # modules share configs
             owners.append(vars(config))
             self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
+
+    def _collect_above(self, module: nn.Module, owners: list[dict[str, Any]], copies: dict[int, Any]) -> None:
+        """Collect what a module above the block holds itself, and add the dict of its attributes to `owners`."""
+        number = len(owners)
+        owners.append(vars(module))
+        self.attributes.append({})
+        # Not what transformers declares for every model, such as plans for parallelism, nor methods that were replaced,
+        # such as hf_ckpt's own, nor objects in containers, such as adapters' configs.
+        names = [key for key in vars(module) if not hasattr(compat.transformers.PreTrainedModel, key)]
+        items = {key: vars(module)[key] for key in names}
+        items = {key: item for key, item in items.items() if not (callable(item) or _has_only_objects(item))}
+        self._sort(items, number, copies)
+        if vars(module)["_buffers"]:
+            self.tensors.append(vars(module)["_buffers"])
 
     def _sort(self, attributes: dict[str, Any], number: int, copies: dict[int, Any]) -> None:
         """Sort the attributes of one module, dict `number`, by what a forward may do to them."""
@@ -139,19 +178,21 @@ class Settings:
 
     def dicts(self, block: nn.Module) -> list[dict[str, Any]]:
         """Return the dicts that places refer to: of the attributes of each module and config, then of tensors."""
-        return [vars(block), *self.inner, *self.tensors]
+        return [vars(block), *self.inner, *map(_attributes_if_alive, self.above), *self.tensors]
 
     def still_apply(self, block: nn.Module) -> bool:
         """Whether `block` is the block of these settings and still has them."""
-        dicts = [vars(block), *self.inner, *self.tensors]  # as `dicts`, without a call
         try:
+            # As `dicts`, without a call.
+            dicts = [vars(block), *self.inner, *map(_attributes_of, self.above), *self.tensors]
             return (
                 dicts[0]["_parameters"] is self.parameters  # not a copy of the block, nor another block
                 and self.boxes == self.contents
                 and self.sizes == list(map(len, dicts))
                 and self.values == [getter(dicts[number]) for number, getter in self.getters]
             )
-        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or is now a tensor or an array
+        # An attribute is gone, or is now a tensor or an array; or the model is gone.
+        except (KeyError, RuntimeError, ValueError, ReferenceError):
             return False
 
     def copies_always(self, place: Place, tensor: torch.Tensor) -> bool:
@@ -159,12 +200,19 @@ class Settings:
 
         Masks are copied in the first forward only, because no module is known that changes one.
         """
-        return place in self.changing or (tensor.nbytes <= _SMALL_BYTES and tensor.dtype is not torch.bool)
+        is_small = tensor.nbytes <= _SMALL_BYTES and tensor.dtype is not torch.bool
+        return place in self.changing or (is_small and place not in self.shared)
 
 
 def is_ignored(key: Any) -> bool:
     """Whether an attribute is none of the settings. DeepSpeed's counters go on during a recomputation."""
     return key in _INTERNAL or (isinstance(key, str) and compat.distributed.counted_by_deepspeed(key))
+
+
+def _is_indifferent(module: nn.Module) -> bool:
+    """Whether a module is of a type in `_INDIFFERENT`, and nothing was put on it that may read attributes."""
+    usual = _INDIFFERENT.get(type(module), set())
+    return vars(module).keys() <= usual and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_plain(value: Any) -> bool:
@@ -182,6 +230,23 @@ def _holds_tensors_or_changes(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(isinstance(item, torch.Tensor) or _holds_tensors_or_changes(item) for item in value)
     return isinstance(value, CONTAINERS)
+
+
+def _has_only_objects(value: Any) -> bool:
+    """Whether a value is a container of objects, modules or the like, without tensors."""
+    leaves = compat.torch.tree_leaves(value) if isinstance(value, (dict, list, tuple)) else []
+    return not all(map(_is_plain, leaves)) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+_attributes_of = operator.attrgetter("__dict__")
+
+
+def _attributes_if_alive(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the module of a proxy; none if it is gone."""
+    try:
+        return module.__dict__
+    except ReferenceError:
+        return {}
 
 
 def _is_plain_container(value: Any) -> bool:

@@ -10,6 +10,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import enum
 import functools
@@ -24,7 +25,17 @@ import torch
 from helpers.adapters import two_adapters
 from helpers.custom import LAYERS, custom_loss, custom_model, in_threads, moving_average, same_under, steps_of, work
 from helpers.snapshots import snapshot
-from helpers.steps import ENGINES, RUN_AGAIN, outcome, planned, step, without_cache, without_collector
+from helpers.steps import (
+    ENGINES,
+    RUN_AGAIN,
+    assert_same,
+    gradients,
+    outcome,
+    planned,
+    step,
+    without_cache,
+    without_collector,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -126,6 +137,140 @@ def test_what_a_forward_changes_in_its_block_changes_once(name, engine):
     same_under(ENGINES[engine], run, lambda: with_attributes(WRITES[name]), times=2 * STEPS)
 
 
+def in_model(change):
+    """A block that changes an attribute of its model, and computes with it."""
+    return lambda block, hidden, shift: scaled(block, hidden, change(block.model(), hidden))
+
+
+def extends_a_bank(model, hidden):
+    model.bank = torch.cat([model.bank, hidden.mean((0, 1), keepdim=True)])
+    return model.bank.mean() + 1
+
+
+def extends_a_list(model, hidden):
+    model.history.append(hidden.mean())
+    return sum(model.history)
+
+
+def counts_in_its_model(model, hidden):
+    model.calls += 1
+    model.counts["calls"] = model.counts.get("calls", 0) + 1
+    return model.calls + 2 * model.counts["calls"]
+
+
+def writes_a_buffer(model, hidden):
+    model.total.add_(hidden.detach().mean())
+    return 1 + model.total.clone()
+
+
+def replaces_a_buffer(model, hidden):
+    model.total = model.total.detach() + hidden.mean()
+    return 1 + model.total
+
+
+IN_MODEL = {
+    function.__name__: in_model(function)
+    for function in (extends_a_bank, extends_a_list, counts_in_its_model, writes_a_buffer, replaces_a_buffer)
+}
+
+
+def with_bank(run):
+    model = custom_model(run)
+    model.bank, model.history, model.calls, model.counts = torch.zeros(1, 1, 16), [], 0, {}
+    model.register_buffer("total", torch.zeros(()))
+    for block in model.layers:
+        block.model = weakref.ref(model)
+    return model
+
+
+@each_engine
+@pytest.mark.parametrize("name", IN_MODEL)
+def test_blocks_find_their_model_as_their_forward_did(name, engine):
+    """Each block extends what the blocks before it have left, and its recomputation changes nothing."""
+
+    def run(model):
+        outcomes, seen = [], []
+        for number in range(STEPS):
+            model.zero_grad(set_to_none=True)
+            loss = custom_loss(model, number)
+            seen.append(str((len(model.bank), len(model.history), model.calls, model.counts, model.total.item())))
+            loss.backward()
+            seen.append(str((len(model.bank), len(model.history), model.calls, model.counts, model.total.item())))
+            outcomes.append(outcome(model, loss))
+            model.bank, model.history = torch.zeros(1, 1, 16), []
+        return outcomes, seen
+
+    same_under(ENGINES[engine], run, lambda: with_bank(IN_MODEL[name]), times=STEPS)
+
+
+def test_a_copied_model_has_its_own_attributes():
+    plain, ours = with_bank(IN_MODEL["extends_a_bank"]), planned(with_bank(IN_MODEL["extends_a_bank"]), "full")
+    custom_loss(ours).backward()
+    ours.bank = torch.zeros(1, 1, 16)  # a graph cannot be copied
+    ours = copy.deepcopy(ours)
+    for model in (plain, ours):
+        model.zero_grad()
+        model.bank = torch.zeros(1, 1, 16)
+        for block in model.layers:
+            block.model = weakref.ref(model)
+        custom_loss(model).backward()
+    assert_same(gradients(plain), gradients(ours))
+    assert set(hf_ckpt.describe(ours).recomputed.values()) == {2}
+
+
+def test_a_backward_needs_no_model_any_more():
+    """A graph keeps the blocks alive, and not the model."""
+    model = planned(custom_model(), "full")
+    loss, block = custom_loss(model), model.layers[0]
+    reference = weakref.ref(model)
+    with without_collector():
+        del model
+        assert reference() is None
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in block.one.parameters())
+
+
+def counts_on_a_linear(linear, args, output):
+    linear.calls = getattr(linear, "calls", 0) + 1
+    linear.mean = 0.9 * getattr(linear, "mean", torch.zeros(16)) + output.detach().mean((0, 1))
+    return output * (linear.strength + linear.calls + linear.mean)
+
+
+@each_engine
+def test_attributes_that_hooks_put_on_linear_layers_are_as_in_the_forward(engine):
+    def run(model):
+        linears, outcomes = [block.one for block in model.layers], []
+        for linear in linears:
+            linear.register_forward_hook(counts_on_a_linear)
+        for number in range(STEPS):
+            model.zero_grad(set_to_none=True)
+            for linear in linears:
+                linear.strength = number
+            loss = custom_loss(model, number)
+            for linear in linears:
+                linear.strength = None
+            loss.backward()
+            outcomes.append(outcome(model, loss))
+        return outcomes, [(linear.calls, str(linear.mean)) for linear in linears]
+
+    same_under(ENGINES[engine], run, times=STEPS)
+
+
+@each_engine
+def test_a_forward_that_a_linear_layer_had_for_a_while_is_that_of_its_recomputation(engine):
+    def run(model):
+        linears = [block.one for block in model.layers]
+        for linear in linears:
+            linear.forward = lambda hidden, linear=linear: functional.linear(hidden, linear.weight.round(decimals=1))
+        loss = custom_loss(model)
+        for linear in linears:
+            del linear.forward
+        loss.backward()
+        return outcome(model, loss)
+
+    same_under(ENGINES[engine], run)
+
+
 def test_graphs_of_earlier_forwards_are_freed():
     """A block keeps its output, graph and all. The next forward records it without the graph: no chain of forwards."""
     model, graphs = planned(custom_model(keeps_a_graph), "full"), []
@@ -157,6 +302,9 @@ STORED = {
     "items of a list": lambda block, value: block.log.append(value),
     "objects in a list": lambda block, value: block.log.append(Record({"value": value})),
     "tensors in two lists": lambda block, value: (block.log.append(value), block.norm.log.append(value)),
+    "a tensor of its model": lambda block, value: setattr(block.model(), "stats", value),
+    "a buffer of its model": lambda block, value: setattr(block.model(), "average", value),
+    "items of a list of its model": lambda block, value: block.model().log.append({"value": value}),
 }
 """What a block stores of a value with a graph, which no backward frees."""
 
@@ -172,10 +320,13 @@ def alive_after_each_step(store, spec):
         return output
 
     model, alive = custom_model(stores), []
+    for module in (model, *model.layers):
+        module.register_buffer("average", torch.zeros(()))
     for block in model.layers:
-        block.register_buffer("average", torch.zeros(()))
+        block.model = weakref.ref(model)
     planned(model, spec)
     for number in range(8):
+        model.log = []
         for block in model.layers:
             block.log = block.norm.log = []
         custom_loss(model, number).backward()
