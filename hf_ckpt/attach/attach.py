@@ -192,6 +192,8 @@ def lost_blocks(model: nn.Module) -> tuple[str, ...]:
     if record is None or not record.enabled:
         return ()
     modules = find_blocks(model).modules
+    if record.children != record.children_before:  # layers have changed: the next forward puts the plan on them
+        return ()
     return tuple(
         name
         for name, region in record.regions.items()

@@ -95,9 +95,11 @@ class PassHook(ModelHook):
         record = self.record
         if compat.torch.is_compiling():
             # torch.compile traces this hook, too. What it reads becomes a guard, and counts change in every step.
-            if record is not None and record.spec.is_planned and torch.is_grad_enabled() and module.training:
+            if not torch.is_grad_enabled():
+                return None
+            if record is not None and module.training and (record.spec.is_planned or record.spec.compile is not None):
                 warn_of_graph()
-            return self._without_cache(module, args, kwargs) if torch.is_grad_enabled() else None
+            return self._without_cache(module, args, kwargs)
         if record is None or not record.enabled:
             return None
         # Compared without a call, because it happens in every forward.

@@ -114,6 +114,10 @@ def test_lost_blocks_are_named():
     enable(model)
     assert lost_blocks(model) == ()
     assert active(model) == ALL[:3]
+    model.model.layers[1] = copy.deepcopy(model.model.layers[3])
+    assert lost_blocks(model) == ()  # the next forward puts the plan on it
+    step(model, BATCH)
+    assert recomputed(model) == ALL[:3]
 
 
 def test_a_plan_that_replaces_an_enabled_one_is_said_and_counts_from_0(capsys):

@@ -251,8 +251,8 @@ def test_a_budget_of_blocks_that_are_compiled_on_a_cpu_is_refused(way):
 
 @pytest.mark.long
 def test_a_graph_of_the_model_that_prevents_a_plan_is_said_once(caplog):
-    """Under a budget nothing is measured in it, and a head runs as a whole. Other plans work there."""
-    for spec, warnings_ in ((FULL, 0), (BUDGET, 1), ({"policy": "none", "head": 5}, 1)):
+    """Under a budget nothing is measured in it, a head runs as a whole, and no share counts. Other plans work there."""
+    for spec, warnings_ in ((FULL, 0), (BUDGET, 1), ({"policy": "none", "head": 5}, 1), ({"compile": "blocks"}, 1)):
         caplog.clear()
         forget_warnings()
         model, _ = small(layers=1, spec=spec)
