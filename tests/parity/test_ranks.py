@@ -72,6 +72,8 @@ def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
         assert result["same_keys"]
         assert result["chunked_heads"] == 0
         assert ("its parameters are sharded or moved" in result["messages"]) == ("head" in case.specs[0])
+    said = [result["messages"].count("parts of blocks are sharded one by one") for result in each_rank(ranks, name)]
+    assert sum(said) == (case.model == "parts")  # a recomputation frees nothing before its backward
 
 
 @pytest.mark.parametrize("name", BUDGET)

@@ -81,7 +81,8 @@ def wrapped(model: nn.Module, case: Case) -> nn.Module:
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     types = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if case.half else None)
-    for module in (*blocks, model):
+    parts = [part for block in blocks for part in (block.self_attn, block.mlp)] if case.model == "parts" else []
+    for module in (*parts, *blocks, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=types)
     return model
 

@@ -59,6 +59,9 @@ class RebuildRegion(Region):
         """Results that earlier forwards could not rebuild: (place among the block's nodes, number, name of the node).
         The graph behind them is not walked again, which is slow. At worst a tensor is kept for nothing. Forgotten when
         a forward saves another number of tensors."""
+        self.parts_are_sharded: bool | None = None
+        """Whether parts of the block are sharded by themselves (FSDP), and free their weights in the middle of its
+        forward; None before the first."""
         self.saved_tensors = 0
         """Number of tensors that autograd saved in the last forward."""
 
@@ -117,6 +120,9 @@ class RebuildRegion(Region):
 
         Raises `TransformError` if the forward calls a function of torch.func that allows no hooks.
         """
+        if self.parts_are_sharded is None:
+            block = compat.transformers.module_of(fn)
+            self.parts_are_sharded = block is not None and any(map(compat.distributed.is_sharded, block.children()))
         tape = Tape(self, args, store)
         output = None
         outer = running.tape

@@ -10,6 +10,7 @@ operations that `ops.OPS` can run again, until it meets values that are kept. Th
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from hf_ckpt.engines.rebuild import masks
 from hf_ckpt.engines.rebuild.ops import ATTENTION, LINEAR, VIEW, Op
 from hf_ckpt.engines.rebuild.values import Inside, Layout, Rebuilt, Replay, Stored, Value, View, Work, read
 from hf_ckpt.engines.seen import Kept, Seen, version_of
+from hf_ckpt.logs import warn_once
+
+log = logging.getLogger(__name__)
 
 _next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
 _Edge = tuple[Any, int]
@@ -40,6 +44,7 @@ class Rebuilds(Protocol):
     save: tuple[str, ...]
     hopeless: set[tuple[int, int, str]]
     parameters_stay: bool
+    parts_are_sharded: bool | None
 
 
 class _NormOutput(NamedTuple):
@@ -73,6 +78,9 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     # runs, so operations of such a module are rebuilt one by one. Global ones run between it and `leave_module`.
     alone = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
     alone = alone and not compat.torch.global_forward_hooks
+    if tape.region.parts_are_sharded:
+        tape.see_freed(_next_sequence_number())
+        tape.gathered += [weight.untyped_storage() for weight in module._parameters.values() if weight is not None]
     if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
         source = tape.value_of(args[0])
         tape.replay = Replay(tape.work, module, source, args[0], stay=tape.region.parameters_stay)
@@ -119,6 +127,10 @@ class Tape:
             self.kept = functools.partial(_once, self.stored, make)
         self.first = _next_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
+        self.rebuilds_from = self.first
+        """Nodes of this number or a larger one can run again. It grows if parts of the block are sharded one by one."""
+        self.gathered: list[torch.UntypedStorage] = []
+        """The memory of the weights in such parts, as far as they have run."""
         self.values: dict[_Edge, Value | None] = {}
         """Value of each edge seen so far; None if it cannot be rebuilt."""
         self.inputs: dict[_Edge, Seen] = {}
@@ -170,6 +182,7 @@ class Tape:
             stored.original = None
         for collection in (self.values, self.inputs, self.offered, self.packed_at, self.biases, self.stored):
             collection.clear()
+        self.gathered = []
         self.replay = None
 
     @compat.torch.untraced  # compiled parts of a block call it
@@ -188,10 +201,14 @@ class Tape:
             bias = compat.frames.bias_of_linear() if self.needs_biases and weight.dim() == 2 else None
             if bias is not None:
                 self.biases[number] = bias
+            if self.region.parts_are_sharded and (self.needs_biases or weight.dim() != 2):
+                self.gathered.append(weight.untyped_storage())
             value: Value = self.kept(tensor)
         elif tensor.layout is not torch.strided:  # sparse tensors have neither strides nor a storage to compare
             return Kept(tensor, self.work.block)
         else:
+            if self.gathered:
+                self.see_freed(number - 1)
             value = self.value_of(tensor)
             # torch's own attention saves its softmax, and right after that the mask of its dropout, of the same shape.
             self.softmax = tensor.shape if type(tensor.grad_fn).__name__ == "SafeSoftmaxBackward0" else None
@@ -205,6 +222,23 @@ class Tape:
             if value is root:
                 root.layout = Layout(tensor.size(), tensor.stride(), tensor.dtype)
         return value
+
+    def see_freed(self, following: int) -> None:
+        """If a part has freed its weights since, keep what is needed of its results from node `following` on.
+
+        FSDP2 frees the weights of a module that is sharded by itself after its forward, and gathers them again only for
+        the backward of that module: when a later one runs backward, nothing can be rebuilt from them.
+        """
+        if 0 not in map(torch.UntypedStorage.nbytes, self.gathered):
+            return
+        self.gathered = [storage for storage in self.gathered if storage.nbytes()]
+        self.values = {edge: value for edge, value in self.values.items() if isinstance(value, (Kept, Stored))}
+        self.rebuilds_from = following
+        warn_once(
+            log,
+            "hf_ckpt: parts of blocks are sharded one by one (FSDP), so `selective` keeps what a part returns. Shard "
+            "whole blocks if that needs too much memory.",
+        )
 
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor. The first of these ways that applies:
@@ -229,6 +263,8 @@ class Tape:
             return self._keep(edge, tensor)
         value = self._view_of(base, tensor) if base is not None else None
         if value is not None:
+            # The graph may not lead to the base: FSDP2 puts a function around the inputs of a module.
+            self.values[edge] = value
             return value
         value = self.resolve(edge) or self._small(edge, tensor)
         if value is None and base is not None and base.grad_fn is not None:
@@ -280,7 +316,7 @@ class Tape:
             if place not in self.hopeless:
                 # Nothing from before this block is run again: each block would do so by itself for what they share,
                 # such as rotary embeddings.
-                if node._sequence_nr() >= self.first and (not row.reads_tensors or self.may_read(node)):
+                if node._sequence_nr() >= self.rebuilds_from and (not row.reads_tensors or self.may_read(node)):
                     value = self._make(row, node, number)
                 if value is None:
                     self.hopeless.add(place)
