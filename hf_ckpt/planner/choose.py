@@ -10,11 +10,16 @@ A way needs bytes at two kinds of moments: before the model's forward ends, when
 it use are alive, too, and after that. These casts depend on the actions before the way, which are not chosen yet. So
 the two numbers of a way are compared for several shares of the most that they can be.
 
+What a call keeps may depend on the actions of others. A call that can rebuild its hidden states from the call before
+has an option for each number of bytes that the two may rebuild; ways that count on different numbers are not compared.
+A stack frees what none of its calls keeps, so there is a table for each number of bytes that it may free.
+
 Bytes are exact. Times are exact up to `WIDTH` ways, and good to a small share of what recomputation costs beyond.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -33,6 +38,8 @@ NEARLY = 1.02
 """If no plan fits, the plan may need this multiple of the lowest peak: the last percents of memory cost most time."""
 WIDTH = 1000
 """Most ways to run the calls from a place on that are kept."""
+SIZES = 4
+"""Most numbers of bytes that the end of a stack is assumed to free."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the calls so far that are assumed to free memory when the forward ends, to compare ways."""
 _NOTHING = -(2**61)
@@ -53,6 +60,10 @@ class _Option(NamedTuple):
     """Further bytes left until the model's forward ends."""
     time: int = 0
     """Nanoseconds, multiplied so that of equally fast actions the first in `Costs.actions` wins."""
+    rebuilt: int = 0
+    """Bytes that the next call need not keep if it rebuilds them, too."""
+    needs: int = 0
+    """The least `rebuilt` that this option counts on in the call before."""
 
 
 def fastest(costs: Costs, limit: int) -> Choice | None:
@@ -61,82 +72,119 @@ def fastest(costs: Costs, limit: int) -> Choice | None:
     Of equally fast choices, that with earlier actions is taken, and of their orders, that in which the first calls keep
     least.
     """
-    table = _table(costs)
-    for place, peak in enumerate(table.peaks):
-        # The exact peak takes a walk over all calls, so it is computed only where it may decide.
-        if peak <= limit or (peak <= limit + table.excess_bytes and table.exact_peak(place) <= limit):
-            return table.choice(place)
-    return None
+    fitting = [
+        (table.times[place], table, place) for table in _tables(costs) if (place := table.first(limit)) is not None
+    ]
+    if not fitting:
+        return None
+    _, table, place = min(fitting, key=lambda row: row[0])
+    return table.choice(place)
 
 
 def lowest_peak(costs: Costs) -> int:
     """The lowest peak of all choices, in bytes."""
-    table = _table(costs)
-    near = [place for place, peak in enumerate(table.peaks) if peak <= table.peaks[-1] + table.excess_bytes]
-    return min(map(table.exact_peak, near))
+    return min(table.peaks[-1] for table in _tables(costs))
+
+
+@functools.lru_cache(maxsize=64)  # a planner asks for many limits of the same `Costs` object
+def _tables(costs: Costs) -> list[_Table]:
+    """A table for each number of bytes that the end of each stack may free.
+
+    A stack frees what none of its calls keeps. So each table has only the actions that free at least as much as it
+    counts on.
+    """
+    least: dict[str, list[int]] = {}
+    for call in costs.calls:
+        sizes = sorted({cost.shared_bytes for cost in call.costs.values()})
+        known = least.setdefault(call.block.stack, sizes)
+        most = min(known[-1], sizes[-1])
+        least[call.block.stack] = sorted(size for size in {*known, *sizes} if size <= most)
+    # Few in real models. If there are many, the smaller ones, which hold for all, and the largest stay.
+    freed = [sizes if len(sizes) <= SIZES else [*sizes[: SIZES - 1], sizes[-1]] for sizes in least.values()]
+    tables = []
+    for combination in itertools.product(*freed):
+        of_stack = dict(zip(least, combination, strict=True))
+        calls = []
+        for call in costs.calls:
+            may = {a: cost for a, cost in call.costs.items() if cost.shared_bytes >= of_stack[call.block.stack]}
+            calls.append(dataclasses.replace(call, costs=may))
+        tables.append(_Table(dataclasses.replace(costs, calls=tuple(calls)), sum(combination)))
+    return tables
 
 
 class _Table:
-    """The plans that are the fastest for some limit, the fastest plan first."""
+    """The plans that are the fastest for some limit, the fastest plan first.
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+    Args:
+        costs: of the step.
+        freed: bytes that are freed with the stacks, whatever is chosen.
+    """
+
+    def __init__(self, costs: Costs, freed: int) -> None:
         self._ways: list[tuple[Numbers, Numbers]] = []
         """For each part of the step, from the last to the first, and each way to run it and what follows: the number of
-        the action, and which of the ways of the part that follows."""
-        stages = list(_stages(costs))
-        most_before = numpy.cumsum([0, *(max(option.forward_only for option in stage) for stage in stages)])
+        the option, and which of the ways of the part that follows."""
+        stages = list(_stages(costs, freed))
+        self._actions = [[action for action, _ in stage] for stage in reversed(stages)]
+        """For each of these parts, the actions of its options."""
+        most_before = numpy.cumsum([0, *(max(option.forward_only for _, option in stage) for stage in stages)])
         """Most bytes that all parts before a part have left until the forward ends."""
         time = numpy.array([0], dtype=numpy.int64)
         in_forward = numpy.array([_NOTHING], dtype=numpy.int64)
         """For each way, most bytes alive before the model's forward ends, above what the parts before it have left."""
         in_backward = numpy.array([_NOTHING], dtype=numpy.int64)
         """The same afterwards."""
+        needs = numpy.array([0], dtype=numpy.int64)
+        """The least `rebuilt` that a way needs of the part before it."""
         for number in range(len(stages) - 1, -1, -1):
-            columns: Any = numpy.array(stages[number], dtype=numpy.int64).T[:, :, None]
-            forward, backward, kept, forward_only, spent = columns
+            rows = [option for _, option in stages[number]]
+            columns: Any = numpy.array(rows, dtype=numpy.int64).T[:, :, None]
+            forward, backward, kept, forward_only, spent, rebuilt, needed = columns
             width = len(time)
-            time = (spent + time).ravel()
-            in_forward = numpy.maximum(forward, kept + forward_only + in_forward).ravel()
-            in_backward = numpy.maximum(backward, kept + in_backward).ravel()
-            fronts = []
-            for share in _SHARES if most_before[-1] else _SHARES[:1]:
-                before = most_before[round(share * number)]
-                fronts.append(_front(time, numpy.maximum(in_forward + before, in_backward), WIDTH))
-            if most_before[-1]:  # the ways with the lowest peaks must stay, whatever comes before them
-                fronts.append(_front(in_forward, in_backward))
-            ways = numpy.unique(numpy.concatenate(fronts))
-            self._ways.append((ways // width, ways % width))
+            possible = numpy.flatnonzero(rebuilt >= needs)
+            time = (spent + time).ravel()[possible]
+            in_forward = numpy.maximum(forward, kept + forward_only + in_forward).ravel()[possible]
+            in_backward = numpy.maximum(backward, kept + in_backward).ravel()[possible]
+            needs = numpy.repeat(needed, width)[possible]
+            chosen = []
+            for need in numpy.unique(needs):  # a way that needs more of the part before is not compared with others
+                same = numpy.flatnonzero(needs == need)
+                fronts = []
+                for share in _SHARES if most_before[-1] else _SHARES[:1]:
+                    before = most_before[round(share * number)]
+                    peaks = numpy.maximum(in_forward[same] + before, in_backward[same])
+                    fronts.append(_front(time[same], peaks, WIDTH))
+                # The ways with the lowest peaks must stay, whatever comes before them.
+                if most_before[-1]:
+                    fronts.append(_front(in_forward[same], in_backward[same]))
+                chosen.append(same[numpy.unique(numpy.concatenate(fronts))])
+            ways = numpy.sort(numpy.concatenate(chosen))
+            self._ways.append((possible[ways] // width, possible[ways] % width))
             time = time[ways]
             in_forward = in_forward[ways]
             in_backward = in_backward[ways]
+            needs = needs[ways]
         peaks = numpy.maximum(numpy.maximum(in_forward, in_backward), costs.static.optimizer_peak_bytes)
         self._order = _front(time, peaks)
         self.peaks: list[int] = peaks[self._order].tolist()
-        """The peak of each plan, in bytes; the last is the lowest. What a call keeps or not depending on the actions of
-        other calls counts as kept."""
-        self.excess_bytes = sum(
-            max(cost.shared_bytes + cost.rebuilt_bytes for cost in call.costs.values()) for call in costs.calls
-        )
-        """By how much these may be too high."""
+        """The peak of each plan, in bytes; the last is the lowest."""
+        self.times: list[int] = time[self._order].tolist()
+        """The time of each plan, as in `_Option.time`."""
 
-    def exact_peak(self, place: int) -> int:
-        """The peak of a plan, in bytes."""
-        return timeline(self._costs, self.choice(place)).peak_bytes
+    def first(self, limit: int) -> int | None:
+        """The place of the fastest plan whose peak is at most `limit` bytes; None if there is none."""
+        return next((place for place, peak in enumerate(self.peaks) if peak <= limit), None)
 
     def choice(self, place: int) -> Choice:
         """The actions of a plan."""
         way = int(self._order[place])
         actions = []
-        # The first and the last part of the step have no choice: what runs before the calls, and the head.
-        for call, (number, following) in zip((None, *self._costs.calls), reversed(self._ways[1:]), strict=True):
-            if call is not None:
-                actions.append(_least_first(call)[number[way]][0])
+        for options, (number, following) in zip(reversed(self._actions), reversed(self._ways), strict=True):
+            action = options[number[way]]
+            if action is not None:
+                actions.append(action)
             way = following[way]
         return tuple(actions)
-
-
-_table = functools.lru_cache(maxsize=64)(_Table)  # a planner asks for many limits of the same `Costs` object
 
 
 def _front(first: Numbers, second: Numbers, width: int | None = None) -> Numbers:
@@ -156,31 +204,44 @@ def _front(first: Numbers, second: Numbers, width: int | None = None) -> Numbers
     return front
 
 
-def _stages(costs: Costs) -> Iterator[list[_Option]]:
-    """The parts of a step in the order of the forward, with their backward; see `timeline`."""
+def _stages(costs: Costs, freed: int) -> Iterator[list[tuple[Action | None, _Option]]]:
+    """The parts of a step in the order of the forward, with their backward, see `timeline`: actions and options.
+
+    What runs before the calls, and the head, have one option without an action. `freed` is as in `_Table`.
+    """
     resident = costs.resident_bytes
-    yield [_Option(resident + costs.before.peak, resident + costs.before.net, costs.before.net)]
+    yield [(None, _Option(resident + costs.before.peak, resident + costs.before.net, costs.before.net))]
     gradients = sum(call.gradient_bytes for call in costs.calls)
     """Gradients of the calls from this one on, which are there when its backward has ended."""
+    spent_at_most = sum(max(map(_nanoseconds, call.costs.values())) for call in costs.calls)
+    # The sum of all positions is less than this factor, so that they decide only between equal times.
+    factor = len(costs.actions) * len(costs.calls)
+    unit = 1 + spent_at_most * factor // 2**61  # above 1 for steps of months, whose times would exceed int64
+    before: tuple[str, set[int]] = "", set()
+    """The stack of the last call, and what each of its actions can rebuild."""
     for call in costs.calls:
         gradients -= call.gradient_bytes
-        beside = resident + costs.at_backward_bytes + gradients
-        options = []
+        beside = resident + costs.at_backward_bytes + gradients - freed
+        stack = call.block.stack
+        options: list[tuple[Action | None, _Option]] = []
         for action, cost in _least_first(call):
-            kept = cost.kept_bytes
-            spent = cost.forward.nanoseconds + cost.backward.nanoseconds
-            option = _Option(
-                forward=resident + cost.forward.peak,
-                backward=beside + kept + cost.backward.peak,
-                kept=kept,
-                forward_only=cost.forward_only_bytes,
-                # The sum of all positions is less than this factor, so that they decide only between equal times.
-                time=spent * len(costs.actions) * len(costs.calls) + costs.actions.index(action),
-            )
-            options.append(option)
+            time = _nanoseconds(cost) * factor // unit + costs.actions.index(action)
+            # What this call can rebuild from the one before, and that one can rebuild as well, is not kept at all.
+            needs = {size for size in before[1] if cost.rebuilt_bytes} if stack == before[0] else set()
+            for need in sorted({0, *needs}):
+                kept = cost.kept_bytes - min(need, cost.rebuilt_bytes)
+                backward = beside + kept + cost.backward.peak
+                fixed = resident + cost.forward.peak, backward, kept, cost.forward_only_bytes, time
+                options.append((action, _Option(*fixed, cost.rebuilt_bytes, need)))
         yield options
-    forward, backward = costs.head
-    yield [_Option(resident + forward.peak, resident + forward.net + backward.peak, 0)]
+        before = stack, {cost.rebuilt_bytes for cost in call.costs.values()}
+    forward, backward_part = costs.head
+    backward = resident + forward.net + backward_part.peak - freed
+    yield [(None, _Option(resident + forward.peak - freed, backward, 0))]
+
+
+def _nanoseconds(cost: Cost) -> int:
+    return cost.forward.nanoseconds + cost.backward.nanoseconds
 
 
 def _least_first(call: CallCosts) -> list[tuple[Action, Cost]]:

@@ -28,11 +28,12 @@ def ends_of(costs):
     return low, max(low, timeline(costs, costs.uniform(KEEP)).peak_bytes)
 
 
-def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, largest=9, lent=0, freed=0):
+def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, largest=9, lent=0, freed=0, rebuilt=0):
     """Random costs.
 
     `kinds`: the kind of each call. The first `frozen` have no choice, the last `decoder` are of another stack. `lent`:
-    most bytes of a call that last until the forward ends. `freed`: most bytes that the end of a stack may free.
+    most bytes of a call that last until the forward ends. `freed`: bytes that the end of a stack may free. `rebuilt`:
+    bytes that a call may rebuild from the one before.
     """
     rng = random.Random(seed)
 
@@ -42,7 +43,9 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
 
     def cost(number):
         kept, lends = (actions - number) * largest // 2, rng.randint(0, lent)
-        return Cost(part(kept + lends, number), part(-kept, 3 * number), lends, rng.randint(0, freed))
+        return Cost(
+            part(kept + lends, number), part(-kept, 3 * number), lends, rng.choice((0, freed)), rng.choice((0, rebuilt))
+        )
 
     ladder = LADDERS[actions]
     rows = {kind: {action: cost(number) for number, action in enumerate(ladder)} for kind in sorted({*kinds})}
@@ -69,7 +72,7 @@ def made_up(seed, kinds, *, frozen=0, decoder=0, actions=4, accumulation=1, larg
 
 
 @st.composite
-def some_costs(draw, most=None, freed=0):
+def some_costs(draw, most=None, freed=0, rebuilt=0):
     """Up to three kinds of calls, the first ones perhaps frozen; few enough to try every choice."""
     actions = draw(st.integers(2, 4))
     kinds = draw(st.lists(st.integers(0, 2), min_size=1, max_size=most or DEPTHS[actions]))
@@ -82,5 +85,6 @@ def some_costs(draw, most=None, freed=0):
         accumulation=draw(st.integers(1, 2)),
         largest=draw(st.sampled_from([2, 9, 40])),
         lent=draw(st.sampled_from([0, 0, 5, 40])),
-        freed=freed,
+        freed=draw(st.integers(0, freed)),
+        rebuilt=draw(st.integers(0, rebuilt)),
     )
