@@ -1,7 +1,8 @@
 """What decides how a block's forward runs, beside its tensors: attributes, children and hooks of its modules.
 
-`Settings` are collected by a walk over the block, and all forwards share them until one of them changes. What a forward
-may write (buffers, tensors in attributes, lists and dicts) is listed here, and recorded by each `ForwardState`.
+`Settings` are collected by a walk over the block, and all forwards share them until one of them changes. The attributes
+of the models around the block belong to them: blocks may extend a list of their model, one after the other. What a
+forward may write (buffers, tensors in attributes, lists and dicts) is listed here, and recorded by each `ForwardState`.
 """
 
 from __future__ import annotations

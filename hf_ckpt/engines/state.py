@@ -18,6 +18,7 @@ and `numpy.random` for a block that draws from them in its first forward.
 | what the block has | recorded in | a recomputation |
 |---|---|---|
 | plain attributes, children, hooks, configs | `Settings`, until one changes | puts them back |
+| what its stack and the models around it have, without their children | as its own | as its own |
 | parameters and buffers by name | `ForwardState.values` | puts the tensors back |
 | their values, and those of inputs | versions and addresses in `ForwardState.seen`, `inputs` | refuses to use them |
 | buffers and tensors in attributes that a forward writes | copies in `ForwardState.stored` | gets a copy |
@@ -44,7 +45,7 @@ from hf_ckpt.engines.copies import attributes_of, copied, is_object
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.engines.seen import NO_TENSORS, Seen, SeenTensors
 from hf_ckpt.engines.settings import Place, Settings, is_ignored
-from hf_ckpt.errors import ChangedBlockError, HfCkptError
+from hf_ckpt.errors import ChangedBlockError, HfCkptError, OutOfPlansError
 
 
 class _Stored(NamedTuple):
@@ -77,6 +78,10 @@ class ForwardState:
         parameters_stay: whether every parameter stays on its device, unsharded, throughout a step. If not, they come
             and go, and are not compared.
         keeps_draws: whether a recomputation draws torch's random numbers again.
+        is_step: whether this is the state before a step, of a whole model or a part of it. What has no copy is then
+            left out.
+        copies_codes: whether large buffers of integers are copied before the first forward. Those of a whole model may
+            be its quantised weights.
     """
 
     name: str
@@ -86,6 +91,8 @@ class ForwardState:
     _: dataclasses.KW_ONLY
     parameters_stay: bool
     keeps_draws: bool
+    is_step: bool = False
+    copies_codes: bool = True
     names: list[str] = dataclasses.field(default_factory=list)
     """The names in all dicts of `Settings.tensors`, in order; empty if parameters and buffers are not compared."""
     values: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
@@ -142,7 +149,9 @@ class ForwardState:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 # Before the first forward, nobody knows what it writes, so all are copied.
-                is_copied = not settings.has_run or settings.copies_always(place, tensor)
+                is_copied = settings.copies_always(place, tensor)
+                if not settings.has_run:
+                    is_copied |= self.copies_codes or tensor.is_floating_point()
                 values = tensor.detach().clone() if is_copied else None
                 self.stored.append(_Stored(place, Seen(_without_graph(tensor)), values))
                 if tensor.grad_fn is not None:
@@ -154,6 +163,8 @@ class ForwardState:
             try:
                 self.held.append(_Held(place, copied(value, copies, functools.partial(_kept, copies=copies))))
             except TypeError as error:
+                if self.is_step:
+                    continue
                 raise HfCkptError(
                     f"block {self.name!r} has an attribute `{place[1]}` that cannot be copied for its recomputation "
                     f'({error}). Use a list, a dict or a tensor, or "policy": "selective", which runs no block twice.'
@@ -326,6 +337,27 @@ class ForwardState:
             yield box, content | recorded[number]
         yield from zip(settings.boxes, settings.contents, strict=True)
 
+    def restore(self) -> None:
+        """Give the block the attributes and the values of buffers that it had, for good."""
+        settings = self.settings
+        assert settings is not None
+        assert self.block is not None
+        for stored in self.stored:
+            if stored.values is None and stored.seen.is_overwritten:
+                raise OutOfPlansError(f"hf_ckpt: `{stored.place[1]}` was overwritten, and has no copy: no retry.")
+            # Compared by value: a batch norm does not count its changes.
+            if stored.values is not None and _has_changed(stored):
+                with torch.no_grad():
+                    stored.seen.tensor.copy_(stored.values)
+        dicts = settings.dicts(self.block)
+        contents = self._contents(settings, dicts)
+        for number, (box, content) in zip(range(len(settings.attributes)), contents, strict=False):
+            content |= {place[1]: seen.tensor for place, seen, _ in self.stored if place[0] == number}
+            # Functions, and records such as hf_ckpt's own, belong to the plan, which may be another one by now.
+            other = {key: value for key, value in box.items() if key not in content and is_object(value)}
+            other |= {key: value for key, value in box.items() if callable(value)}
+            _fill(box, {key: value for key, value in content.items() if not callable(value)} | other)
+
     def _overwritten_names(self, settings: Settings, block: nn.Module) -> dict[int, str]:
         """Return the tensors of the block whose values are gone: id -> name.
 
@@ -438,28 +470,61 @@ class _Refused(TorchFunctionMode):
 
 
 class StepState:
-    """What a step changes in a module beside gradients, for code that runs a step again: buffers and random state.
+    """What a step changes in a module beside gradients, for code that runs a step again: random state, and what
+    `ForwardState` records of attributes and buffers.
+
+    Hooks and functions are as they are then, because another plan has others.
 
     Args:
         module: the module.
         devices: the devices whose random state to include besides the CPU's.
+        copies_codes: see `ForwardState`.
+        earlier: the state before the last step of this module, if it is known. Large buffers that this step has left
+            alone are not copied again.
     """
 
-    def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Iterable[torch.device],
+        *,
+        copies_codes: bool = True,
+        earlier: StepState | None = None,
+    ) -> None:
         self.random = compat.process_state.RandomState(devices)
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_inference()]
+        settings = Settings(module) if earlier is None else earlier.settings_now()
+        self.before = ForwardState(
+            "", module, settings, parameters_stay=False, keeps_draws=False, is_step=True, copies_codes=copies_codes
+        )
         dicts = (vars(part).get("_buffers") for part in module.modules())
         self.dicts = [(tensors, tensors.copy()) for tensors in dicts if isinstance(tensors, dict)]
         """The dict of each module's buffers, and what it holds. A forward may replace a buffer (`self.ema = ...`)."""
 
+    def settings_now(self) -> Settings:
+        """Return the settings of the module after the step, which know what the step has changed."""
+        known = self.before.settings
+        module = self.before.block
+        assert known is not None
+        assert module is not None
+        for each in self.before.stored:
+            if each.seen.is_overwritten or (each.values is not None and not known.has_run and _has_changed(each)):
+                known.changing.add(each.place)
+        known.has_run = True
+        if known.still_apply(module):
+            return known
+        settings = Settings(module)
+        if list(map(id, settings.dicts(module))) == list(map(id, known.dicts(module))):  # places mean the same
+            settings.changing = known.changing
+            settings.has_run = True
+        return settings
+
     def restore(self) -> None:
-        """Reset the module's buffers and the random state."""
+        """Reset the module's attributes and buffers, and the random state.
+
+        Raises `OutOfPlansError` for a large buffer that no step before this one has changed.
+        """
         self.random.restore()
         for tensors, content in self.dicts:
             tensors.clear()
             tensors.update(content)
-        with torch.no_grad():
-            # Compared by value: a batch norm does not count its changes.
-            for buffer, values in self.buffers:
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
+        self.before.restore()

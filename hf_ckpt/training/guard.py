@@ -86,6 +86,8 @@ class OomGuard:
         """The parameters that are trained."""
         self._steps: list[tuple[Callable[[], Any], StepState]] = []
         """The micro-steps since the last optimizer step, each with the state that it began with."""
+        self._before: StepState | None = None
+        """The state before the last micro-step."""
         self._tried: list[tuple[str, Plan]] = []
         """The changes for the current micro-step, with the plan that each one led to."""
         self._running = threading.Lock()
@@ -116,8 +118,9 @@ class OomGuard:
         # If something else has changed gradients, or there are none, an optimizer has stepped in between.
         if gradients != self._gradients_left or not any(number for number, _ in gradients):
             gradients = self._begin()
-        # With buffers, which a forward that fails may have updated, such as those of a batch norm.
-        before = StepState(self.model, compat.distributed.devices_of_model(self.model))
+        # With buffers and attributes, which a forward that fails may have changed, such as those of a batch norm.
+        devices = compat.distributed.devices_of_model(self.model)
+        before = self._before = StepState(self.model, devices, copies_codes=False, earlier=self._before)
         self._steps.append((functools.partial(step, *args, **kwargs), before))
         self._gradients_left = None
         with self._running:

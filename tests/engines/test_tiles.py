@@ -317,15 +317,29 @@ class Draws(nn.Module):
         return x + 0 * torch.rand(())
 
 
+def counts_tokens(module):
+    """A hook that counts in attributes of a module."""
+
+    def count(inner, args, output):
+        module.tokens += output.shape[1]
+        module.sizes.append(output.shape)
+        module.mean = module.mean + output.mean()
+
+    return count
+
+
 def test_the_trial_leaves_nothing():
-    """Buffers, modes and random state are as without it."""
+    """Buffers, attributes, modes and random state are as without it."""
     module = tiny_model("gpt2", layers=1, dropout=0.2).transformer.h[0].mlp
     module.act = Draws()
+    module.tokens, module.sizes, module.mean = 0, [], torch.zeros(())
+    module.c_fc.register_forward_hook(counts_tokens(module))
     hidden = torch.randn(1, 8, module.c_fc.nx)
     state = torch.get_rng_state()
     assert why_whole(module, module.forward, hidden) is None
     assert torch.equal(torch.get_rng_state(), state)
     assert not module.act.runs
+    assert (module.tokens, module.sizes, float(module.mean)) == (0, [], 0)
     assert all(inner.training for inner in module.modules())
 
 

@@ -7,13 +7,14 @@ import gc
 import json
 import random
 import sys
+import weakref
 
 import numpy
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from helpers.adapters import with_lora
-from helpers.custom import custom_loss, model_of_averages
+from helpers.custom import custom_loss, model_of_averages, moving_average
 from helpers.failing import MESSAGE, run_out, train
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, gradients, planned, without_cache
@@ -175,10 +176,30 @@ def test_nothing_of_a_failed_attempt_is_held():
     assert max(at_start) - min(at_start) < 0.01 * (peak[0] - at_start[0]), (at_start, peak)
 
 
-def test_a_retry_begins_with_the_buffers_that_a_step_replaced():
+def counts(block, hidden, shift):
+    """Counts in attributes of the block, of a linear layer in it and of its model, and in a list and a tensor."""
+    model = block.model()
+    block.calls += 1
+    block.one.calls = getattr(block.one, "calls", 0) + 1
+    model.calls += 1
+    block.log.append(model.calls)
+    block.load = block.load + hidden.detach().mean()
+    return moving_average(block, hidden * (block.calls + block.one.calls + len(block.log) + block.load), shift)
+
+
+def model_that_counts():
+    model = model_of_averages()
+    model.calls = 0
+    for block in model.layers:
+        block.calls, block.log, block.load, block.work, block.model = 0, [], torch.zeros(()), counts, weakref.ref(model)
+    return model
+
+
+@pytest.mark.parametrize("make", [model_of_averages, model_that_counts])
+def test_a_retry_begins_with_the_buffers_and_attributes_that_a_step_replaced(make):
     found = []
     for failing in ([], [True]):
-        model = model_of_averages()
+        model = make()
         guard, attempts = OomGuard(model), len(failing)
 
         def step(number, model=model, failing=failing):
@@ -189,10 +210,36 @@ def test_a_retry_begins_with_the_buffers_that_a_step_replaced():
 
         for number in range(2):
             guard(step, number)
-        found.append({"loss": None, **gradients(model), **dict(model.named_buffers())})
+        counted = [getattr(module, "calls", 0) for module in model.modules()]
+        logged = [len(getattr(block, "log", [])) for block in model.layers]
+        counts = {"counts": torch.tensor([*counted, *logged])}
+        found.append({"loss": None, **gradients(model), **dict(model.named_buffers()), **counts})
         assert guard.attempts == attempts
     assert_same(*found)
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+
+
+def test_only_buffers_that_change_are_copied_for_every_micro_step():
+    """Codes of quantised weights never; other large ones before the first micro-step, and small ones before all."""
+    model, mebi = model_of_averages(), 2**20
+    model.register_buffer("codes", torch.zeros(4 * mebi, dtype=torch.uint8))
+    model.layers[0].register_buffer("table", torch.zeros(mebi))
+    guard, held = OomGuard(model), []
+
+    def step(number):
+        custom_loss(model, number).backward()
+        held.append(live.current_bytes)
+
+    with LiveBytes(model) as live:
+        for number in range(6):
+            guard(step, number)
+    copied = [guard._steps[number][1].before.stored for number in range(6)]
+    assert [sum(each.values is not None and each.values.nbytes > mebi for each in state) for state in copied] == [1] + [
+        0
+    ] * 5
+    assert max(held) - live.start_bytes < 5 * mebi
+    with pytest.raises(OutOfPlansError, match="`codes` was overwritten, and has no copy"):
+        guard(lambda: run_out(model.codes.add_(1)))
 
 
 @pytest.mark.parametrize("policy", ["budget", "auto"])
