@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -160,3 +160,33 @@ def _with_graph(values: Any) -> torch.Tensor | None:
 
 class _Graphs:
     """Exists as long as the autograd graph of any forward of a step."""
+
+
+class Waiting(dict[int, None]):
+    """Exists as long as the autograd graph of any forward of a step, and is empty once there was a backward."""
+
+
+GraphsReference = weakref.ref[Waiting]
+
+
+def watch_graphs(output: Any, reference: GraphsReference | None) -> GraphsReference:
+    """Let the graph of a forward, which has ended with this output, hold what the reference refers to.
+
+    Args:
+        output: a tensor, or a collection of tensors and other values.
+        reference: what this function returned for the forward before it in the step.
+    """
+    waiting = None if reference is None else reference()
+    if waiting is None:
+        waiting = Waiting({0: None})
+    values: Iterable[Any] = (output,)
+    if isinstance(output, (tuple, list)):
+        values = output
+    elif isinstance(output, dict):
+        values = output.values()
+    for value in values:
+        # Not of subclasses, such as logits in chunks, which run code of their own when they are read.
+        if type(value) is torch.Tensor and value.grad_fn is not None:
+            # Called in each backward, but without a Python call; what `pop` returns changes no gradient.
+            value.grad_fn.register_prehook(functools.partial(dict.pop, waiting, 0))
+    return weakref.ref(waiting)

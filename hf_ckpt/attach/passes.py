@@ -107,6 +107,8 @@ class PassHook(ModelHook):
             record.decider.changed(self.base, record)
         if not (torch.is_grad_enabled() and module.training):
             record.passes += 1
+            if record.session is not None:
+                record.session.before_others()
             self._warn_of_eval_mode(module, record)
             return None
         batch = _Pass(self, record, module, args, kwargs)

@@ -41,6 +41,9 @@ class Session(Protocol):
     def after_forward(self, output: Any) -> None:
         """A training forward has ended with an output, or has raised an error, without one."""
 
+    def before_others(self) -> None:
+        """A forward outside of training begins: its peak is that of no step."""
+
     def stop(self, record: Installation) -> None:
         """Stop measuring."""
 

@@ -57,6 +57,8 @@ class Description:
     """Under `budget` and `auto`, why `plan` is not the plan of the run yet; None if it is."""
     measured_bytes: int | None = None
     """Under `budget` and `auto`, the measured peak of the plan's first step; None if it was not measured."""
+    voided: int = 0
+    """Under `budget` and `auto`, how often a later step exceeded the budget, so that blocks were measured again."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     """Block name -> bytes that its last forward moved to host memory."""
     watched: Watched | None = None
@@ -90,6 +92,8 @@ class Description:
             # who compares the figure with the process's memory must know that a second model is not in it.
             alone = ", without other models" if prediction and prediction.device in ("cpu", "mps") else ""
             yield f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan{alone}"
+        if self.voided:
+            yield f"  measured again: {self.voided} times, because a step under its plan exceeded the budget"
         if len(self.plans) > 1:
             yield f"  plans for batches of {len(self.plans)} sizes:"
             for shape, plan in self.plans.items():

@@ -159,12 +159,6 @@ class StepForwards:
         self.current = [forward]
         return self._expected.get((state, forward), (forward,))
 
-    def expects(self, forward: Forward, state: tuple[Any, int]) -> bool:
-        """Whether the current step is expected to go on with a forward of this stack, whatever its shapes."""
-        place = len(self.current)
-        expected = self._expected.get((state, self.current[0]), ())
-        return place < len(expected) and expected[place].stack == forward.stack
-
     def learn(self, state: tuple[Any, int]) -> None:
         """Expect the forwards of the current step of all steps that begin like it."""
         self._expected[state, self.current[0]] = tuple(self.current)
@@ -194,6 +188,8 @@ class ModelState:
         self._addresses: list[int] = []
         """The addresses of what is in them."""
         self._parameters: list[nn.Parameter] = []
+        self._versions: list[int] = []
+        """The versions of gradients when the step began."""
         self._numbers: dict[Any, int] = {}
         """The states that were seen, and their numbers."""
         self.present: tuple[Any, int] = (None, 0)
@@ -212,9 +208,18 @@ class ModelState:
         return is_new
 
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient."""
+        """Whether any parameter has a gradient when a step begins."""
+        self._versions = self._read_versions()
+        return bool(self._versions)
+
+    def have_new_gradients(self) -> bool:
+        """Whether gradients came, went or changed since `has_gradients` was last called."""
+        return self._read_versions() != self._versions
+
+    def _read_versions(self) -> list[int]:
         gradients = map(operator.attrgetter("grad"), self._parameters)
-        return any(map(functools.partial(operator.is_not, None), gradients))
+        there = filter(functools.partial(operator.is_not, None), gradients)
+        return list(map(operator.attrgetter("_version"), there))
 
     def _read_addresses(self) -> list[int]:
         # A parameter that is cast in place keeps its address, which is why `has_changed` also reads its bytes.
@@ -241,6 +246,8 @@ class OptimizerStates:
         """The optimizers that have stepped."""
         self._has_new = False
         """Whether an optimizer has stepped for the first time since `have_grown` was last called."""
+        self.has_stepped = False
+        """Whether an optimizer has stepped since this was last set."""
         self._bytes = 0
         """Bytes of the state of the model's optimizers when a new one was last seen."""
         self._handle: Callable[[], object] | None = None
@@ -269,6 +276,7 @@ class OptimizerStates:
         return self._bytes > before
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.has_stepped = True
         # The step that follows makes the state. It is too early to read it, so the next batch does.
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)

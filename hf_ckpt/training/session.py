@@ -47,7 +47,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import exchange
-from hf_ckpt.attach.boundaries import Boundaries
+from hf_ckpt.attach.boundaries import Boundaries, GraphsReference, watch_graphs
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step
@@ -62,7 +62,8 @@ from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.training import conditions
-from hf_ckpt.training.conditions import Batch, Forward, ModelState, OptimizerStates, StepForwards
+from hf_ckpt.training.conditions import Batch, ModelState, OptimizerStates, StepForwards
+from hf_ckpt.training.excess import BudgetWatch
 from hf_ckpt.training.measurements import TIMED_STEPS, Measurements
 from hf_ckpt.training.phases import MEASURED, MOST_FAILURES, Actions, Entered, Entrant, Phase, Progress, Race, phase_of
 from hf_ckpt.units import format_bytes
@@ -209,6 +210,7 @@ class Session:
         self._state = ModelState(base, self._devices)
         self._optimizers = OptimizerStates()
         self._forwards = StepForwards()
+        self._peaks = BudgetWatch(self._devices, record.spec.check_every)
 
         self.planned: Planned | None = None
         """What is planned for the last batch; None before the first."""
@@ -217,6 +219,8 @@ class Session:
         self.measured_steps = 0
         self._warm_steps = 0
         """Steps of the warm-up so far."""
+        self._graphs: GraphsReference | None = None
+        """Refers to the graphs of the forwards of a step that is not measured: see `watch_graphs`."""
         self._failures = 0
         """Steps in a row that could not be measured."""
         self._passes = 0
@@ -244,7 +248,7 @@ class Session:
         assert base is not None
         self._optimizers.watch(base)
         forward = self._forwards.read(stack, args, kwargs)
-        if self._goes_on(forward):
+        if self._goes_on():
             self._forwards.current.append(forward)
             if self.recorder is not None:
                 self.recorder.begin_forward()
@@ -252,10 +256,15 @@ class Session:
             return
         # The last step belongs to the model as it was. What changes now may then make the session forget it.
         start_bytes = self._finish(record)
+        if self._peaks.is_open:
+            self._judge()
         self._look_for_changes(base)
         state = self._state.present
+        has_gradients = self._state.has_gradients()
         # A guess for a step of several forwards: only the first is known now, and it must run under some plan.
-        batch = Batch(self._forwards.begin(forward, state), self._state.has_gradients(), state)
+        batch = Batch(self._forwards.begin(forward, state), has_gradients, state)
+        self._optimizers.has_stepped = False
+        self._graphs = None
         if start_bytes is not None:
             self._measurements.learn_start(batch, start_bytes)
         planned = self._next(batch)
@@ -264,25 +273,41 @@ class Session:
             record.functions.trials(name, tries)
         self.planned = planned
         exchange(base, record, planned.plan)
+        if planned.phase is Phase.PLAN and not planned.over:
+            self._peaks.begin()
+            return
+        self._peaks.close()
         if planned.phase in MEASURED:
             self._begin(record, base, running, planned, args, kwargs)
 
     def after_forward(self, output: Any) -> None:
         """A training forward has ended with an output, or has raised an error, without one."""
-        if self.recorder is None:
-            return
         if output is None:
             # No backward will end this step, and a count of live tensors would slow down what the user runs next.
-            self._drop()
-            self._failed()
-            return
-        self.recorder.boundaries.finish(output)
+            self._forwards.current.clear()
+            self._peaks.notice()
+            if self.recorder is not None:
+                self._drop()
+                self._failed()
+        elif self.recorder is not None:
+            self.recorder.boundaries.finish(output)
+        else:
+            self._graphs = watch_graphs(output, self._graphs)
+
+    def before_others(self) -> None:
+        """A forward outside of training begins. Unless it is a part of the step, as that of a reference model, its peak
+        is not one of the step."""
+        if self._peaks.is_open and not self._goes_on():
+            self._judge()
+            self._peaks.close()
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
         if self.recorder is not None and self.recorder.has_ended:
             self._finish(record)
         self._drop()
+        self.before_others()
+        self._peaks.notice()
         self._optimizers.stop()
 
     @property
@@ -313,7 +338,8 @@ class Session:
         measuring = description.measuring
         if self.gave_up:
             measuring = f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
-        return dataclasses.replace(description, plans=plans, measured_bytes=measured_bytes, measuring=measuring)
+        peaks = {"measured_bytes": measured_bytes, "voided": self._peaks.voided}
+        return dataclasses.replace(description, plans=plans, measuring=measuring, **peaks)
 
     # --- the phases ---
 
@@ -331,7 +357,9 @@ class Session:
             failures=self._failures,
             has_plan=serving is not None,
             # A larger batch checks its plan with a step of its own, which needs more than this one.
-            is_checked=serving is not None and (serving.batch != batch or serving.measured_bytes is not None),
+            is_checked=serving is not None
+            and not self._peaks.is_due
+            and (serving.batch != batch or serving.measured_bytes is not None),
         )
         phase = phase_of(progress)
         if phase is Phase.WARM_UP:
@@ -339,7 +367,7 @@ class Session:
         if phase in (Phase.WARM_UP, Phase.GIVEN_UP):
             return self._keeping_least(batch, phase)
         if serving is not None:
-            return dataclasses.replace(serving, phase=phase)
+            return serving if serving.phase is phase else dataclasses.replace(serving, phase=phase)
         return self._to_measure(batch, progress) or self._to_time_or_plan(batch, progress)
 
     def _to_measure(self, batch: Batch, progress: Progress) -> Planned | None:
@@ -408,13 +436,15 @@ class Session:
 
     # --- a step ---
 
-    def _goes_on(self, forward: Forward) -> bool:
-        """Whether a forward belongs to the current step. Only a measured step has marks that tell."""
+    def _goes_on(self) -> bool:
+        """Whether a forward that begins now belongs to the current step: the graph of an earlier one exists, and had no
+        backward. A loss that is computed from something else than the output has one that is not seen."""
         if not self._forwards.current:
             return False
         if self.recorder is not None:
             return self.recorder.goes_on
-        return self._forwards.expects(forward, self._state.present)
+        waits = None if self._graphs is None else self._graphs()
+        return bool(waits) and not (self._optimizers.has_stepped or self._state.have_new_gradients())
 
     def _look_for_changes(self, base: nn.Module) -> None:
         """Forget what does not hold any more, because the model or its optimizers have changed."""
@@ -518,6 +548,7 @@ class Session:
             text = "hf_ckpt: %s: no block saves anything for the backward of %s, so that all have `%s`"
             tell(text, self._name, planned.batch, self._actions[0])
         self.plans[planned.batch] = planned
+        self._peaks.checked()
 
     def _learn(self, planned: Planned, recorder: Recorder, step: Step) -> None:
         """Store what a measured step has shown."""
@@ -527,6 +558,10 @@ class Session:
             measurements.learn_times(batch, step, planned.actions)
         elif planned.shows_forwards:
             measurements.learn_forwards(batch, step)
+        elif planned.phase is Phase.CHECK:
+            # What was alive only in this step, such as the graph of one that failed before, does not count.
+            start_bytes = measurements.bound(planned.batch).start_bytes
+            self._check(planned, batch, start_bytes + step.peak_bytes - step.start_bytes, step.start_bytes)
         elif batch != planned.batch:
             return  # the others are compared with what was expected
         elif planned.actions:
@@ -535,23 +570,62 @@ class Session:
             measurements.learn_backwards(batch, step)
         elif planned.phase is Phase.RACE and self.entered is not None:
             self._race.learn(planned.plan, self.entered.entrants, recorder.levels.nanoseconds())
-        elif planned.phase is Phase.CHECK:
-            # What was alive only in this step, such as the graph of one that failed before, does not count.
-            self._check(planned, measurements.bound(batch).start_bytes + step.peak_bytes - step.start_bytes)
 
-    def _check(self, planned: Planned, peak_bytes: int) -> None:
-        """Store the measured peak of a plan's first step. Lower the limit if it exceeds the budget."""
-        assert planned.plan.prediction is not None
-        if planned.batch in self.plans:
-            self.plans[planned.batch] = dataclasses.replace(planned, measured_bytes=peak_bytes)
-        excess_bytes = peak_bytes - planned.plan.prediction.peak_bytes
-        limit_bytes = self._budget_bytes - excess_bytes
-        if peak_bytes > self._budget_bytes and limit_bytes < self._limit_bytes and not planned.over:
-            # For batches of all sizes: their predictions may miss as much.
-            self._limit_bytes = limit_bytes
-            text = "hf_ckpt: a step needed %s more than was predicted, above the budget of %s; planned for less."
-            log.info(text, format_bytes(excess_bytes), format_bytes(self._budget_bytes))
-            self.plans.clear()
+    def _check(self, planned: Planned, batch: Batch, peak_bytes: int, start_bytes: int) -> None:
+        """Store the measured peak of a plan's first step, or compare that of a later one with the budget."""
+        is_first = planned.measured_bytes is None
+        if is_first and batch != planned.batch:
+            return  # a step that needs less says nothing
+        if is_first and batch in self.plans:
+            self.plans[batch] = dataclasses.replace(planned, phase=Phase.PLAN, measured_bytes=peak_bytes)
+        self._peaks.checked()
+        if peak_bytes <= self._budget_bytes or planned.over:
+            return
+        if is_first:
+            self._lower(planned, peak_bytes)
+        else:
+            self._void(planned, peak_bytes, start_bytes)
+
+    def _judge(self) -> None:
+        """Compare the peak of the step under a plan that has ended with the budget."""
+        alive_bytes, peak_bytes = self._peaks.read()
+        assert self.planned is not None
+        if peak_bytes > self._budget_bytes:
+            self._void(self.planned, peak_bytes, alive_bytes)
+
+    def _void(self, planned: Planned, peak_bytes: int, start_bytes: int) -> None:
+        """Measure again what a plan was made from, since a later step has exceeded the budget.
+
+        Args:
+            planned: the plan.
+            peak_bytes: what the step needed.
+            start_bytes: what was alive when it began, or after it.
+        """
+        if self._peaks.void():
+            self._lower(planned, peak_bytes)
+            return
+        batch = dataclasses.replace(planned.batch, forwards=tuple(self._forwards.current))
+        more_bytes = start_bytes - self._measurements.bound(planned.batch).start_bytes
+        causes = [f"it was planned for {planned.batch}"] if batch != planned.batch else []
+        if more_bytes > (peak_bytes - self._budget_bytes) / 2:
+            causes.append(f"{format_bytes(more_bytes)} more are alive between steps, such as the optimizer's state")
+        text = "hf_ckpt: %s: a step of %s needed %s, above the budget of %s; steps are measured again%s"
+        sizes = format_bytes(peak_bytes), format_bytes(self._budget_bytes)
+        tell(text, self._name, batch, *sizes, "".join(f". What differs: {cause}" for cause in causes))
+        self._measurements.forget_steps()
+        self.plans.clear()
+
+    def _lower(self, planned: Planned, peak_bytes: int) -> None:
+        """Lower the limit by what a step needed more than was predicted, above the budget."""
+        prediction = planned.plan.prediction
+        if prediction is None:  # blocks save nothing, so that no plan needs less
+            return
+        # For batches of all sizes: their predictions may miss as much.
+        excess_bytes = peak_bytes - prediction.peak_bytes
+        self._limit_bytes = min(self._limit_bytes, self._budget_bytes - excess_bytes)
+        text = "hf_ckpt: a step needed %s more than was predicted, above the budget of %s; planned for less."
+        log.info(text, format_bytes(excess_bytes), format_bytes(self._budget_bytes))
+        self.plans.clear()
 
     # --- plans ---
 

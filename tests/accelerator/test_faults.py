@@ -21,6 +21,7 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.guard import OomGuard
 from hf_ckpt.training.out_of_memory import REPORT_FILE
+from hf_ckpt.training.phases import Phase
 
 CPU, FIRST, SECOND = "cpu", device.FIRST, device.SECOND
 LAYERS, PLANNED = 6, 24
@@ -140,6 +141,45 @@ def test_memory_of_an_evaluation_between_two_steps_is_no_part_of_them():
         model.train()
     train(model, batch, PLANNED)
     assert not installation(model).session.planned.over
+    assert peak_of(model, batch) <= budget
+
+
+def test_each_step_under_a_plan_is_watched_by_one_read_of_the_statistics(monkeypatch, capsys):
+    """One step above the budget voids its plan, whatever has changed, and blocks are measured again. An evaluation
+    between two steps is no step. The peak that users read is that of all steps."""
+    budget, _ = budget_for(FIRST)
+    model, batch = model_and_batch()
+
+    def holds_more(module, args, output):
+        for _ in range(model.config.more):
+            output = output.exp().log1p()
+        return output
+
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(holds_more)
+    model.config.more = 0
+    planned(model, {"policy": "budget", "budget": budget, "check_every": 0})
+    train(model, batch, PLANNED)
+    session = installation(model).session
+    with torch.no_grad():
+        model.eval()(**without_cache(model, model_and_batch(batch=64)[1]))
+    model.train()
+    train(model, batch, 2)
+    reads, resets = [], []
+    read, reset = compat.devices.allocator_bytes, compat.devices.reset_peak
+    monkeypatch.setattr(compat.devices, "allocator_bytes", lambda where: reads.append(where) or read(where))
+    monkeypatch.setattr(compat.devices, "reset_peak", lambda where: resets.append(where) or reset(where))
+    train(model, batch, 5)
+    assert (len(reads), len(resets)) == (5, 0)
+    assert (session.planned.phase, hf_ckpt.describe(model).voided) == (Phase.PLAN, 0)
+    model.config.more = 4
+    train(model, batch)
+    assert torch.accelerator.max_memory_allocated(FIRST) > budget
+    train(model, batch)
+    assert (session.planned.phase, hf_ckpt.describe(model).voided) == (Phase.MEASURE, 1)
+    assert "above the budget of" in capsys.readouterr().err
+    train(model, batch, PLANNED)
+    assert session.planned.phase is Phase.PLAN
     assert peak_of(model, batch) <= budget
 
 
