@@ -44,6 +44,9 @@ class Session(Protocol):
     def before_others(self) -> None:
         """A forward outside of training begins: its peak is that of no step."""
 
+    def lower_limit(self) -> str | None:
+        """Memory has run out: plan for less. Returns what for, in words; None if no plan of the session needs less."""
+
     def stop(self, record: Installation) -> None:
         """Stop measuring."""
 

@@ -36,12 +36,10 @@ from hf_ckpt.errors import reason_of, shown
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.models.parts import feed_forwards
-from hf_ckpt.spec.actions import SAVE_CLASSES
+from hf_ckpt.spec.actions import AUTO_TOKENS, SAVE_CLASSES
 
 log = logging.getLogger(__name__)
 
-AUTO_TOKENS = 2048
-"""Tokens of a tile under `auto`: enough to keep a device busy, and few beside a long sequence."""
 TRIED_TOKENS = 128
 """Tokens on which it is tried whether a feed-forward maps each token by itself."""
 ROUNDINGS = 8

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError, shown
-from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action
+from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action, lighter
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.spec.reading import SAVING, did_you_mean, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
@@ -101,8 +101,7 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
 def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Plan, str] | None:
     """The next plan that needs less memory, and its change in words; None if there is none.
 
-    Each call replaces one action by the `next` of its record: `keep` by `selective`, `selective` by `full`, `full` by
-    `offload`; compiled blocks get the share 0. Blocks that keep their tensors in host memory still do. The head runs in
+    Each call replaces one kind of action by what follows it on its ladder, see `spec.actions.lighter`. The head runs in
     chunks before blocks offload: logits need more than hidden states in nearly every model.
 
     Args:
@@ -110,18 +109,13 @@ def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Pla
         chunks: whether the head can run in chunks.
         offload: whether there is host memory apart from the device's.
     """
-    kinds = {action.kind for _, action in plan.actions if action != COMPILED}  # which already keeps the least
     chunks = chunks and plan.head == "full"
     # From the action that keeps most to the one that keeps least, in the order of the table.
     for row in ACTIONS.values():
-        if row.name not in kinds or row.next is None:
+        steps = [(block, lighter(action)) for block, action in plan.actions if action.kind == row.name]
+        replaced = {block: action for block, action in steps if action is not None}
+        if not replaced or (row.next == OFFLOAD and (chunks or not offload)):
             continue
-        # All rows from `full` on offload next, but for that of compiled blocks, which are in no plan with these.
-        if row.next == OFFLOAD and (chunks or not offload):
-            break
-        replaced = {
-            block: OFFLOAD if action.moved else row.next for block, action in plan.actions if action.kind == row.name
-        }
         actions = tuple((block, replaced.get(block, action)) for block, action in plan.actions)
         words = " and ".join(dict.fromkeys(map(str, replaced.values())))
         return dataclasses.replace(plan, actions=actions, prediction=None), words

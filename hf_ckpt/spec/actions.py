@@ -12,6 +12,10 @@ SAVE_CLASSES = ("linear", "attention")
 """Classes of operations whose results `selective` can save. It saves both by default."""
 
 
+AUTO_TOKENS = 2048
+"""Tokens of a tile under `auto`: enough to keep a device busy, and few beside a long sequence."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Action:
     """What happens to the activations of one block: the name of an action, and its options."""
@@ -73,7 +77,7 @@ class ActionKind:
     compiles: bool = False
     """Whether the block is compiled. Either all blocks of a plan for a budget are, or none."""
     next: Action | None = None
-    """The action that replaces this one if a step runs out of memory. It needs less; None if no action does."""
+    """The action that follows on the guard's ladder, see `lighter`; None if its options decide, or if none does."""
 
 
 # Name -> record. Actions that keep most come first.
@@ -116,7 +120,7 @@ ACTIONS: dict[str, ActionKind] = {
             options=("tile",),
             candidates=(Action("full+tiles", tile="auto"),),
             is_exact=False,
-            next=OFFLOAD,
+            # Not `offload`, which runs feed-forwards as a whole: smaller tiles, see `lighter`.
         ),
         ActionKind(
             "offload",
@@ -134,6 +138,21 @@ ACTIONS: dict[str, ActionKind] = {
         ),
     )
 }
+
+
+def lighter(action: Action) -> Action | None:
+    """Return the action that replaces another one if a step runs out of memory. It needs less; None if none does.
+
+    The ladders: `keep`, `selective`, `full`, `offload`; `full+selective`, `offload`; `selective` in host memory,
+    `offload`; `full+tiles` with 2048 tokens (`auto`), 512, 128; `compiled` with any share, share 0.
+    """
+    if action.moved:
+        return OFFLOAD
+    if action.kind == "full+tiles":
+        tokens = action.tile if isinstance(action.tile, int) else AUTO_TOKENS
+        return dataclasses.replace(action, tile=tokens // 4) if tokens >= 512 else None
+    following = ACTIONS[action.kind].next
+    return None if following == action else following
 
 
 def candidates(*, compiled: bool = False, tile: int | str | None = None) -> tuple[Action, ...]:

@@ -31,6 +31,7 @@ from hf_ckpt.attach.attach import adopt, describe, put_on, spec_of
 from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import installation
 from hf_ckpt.attach.switches import is_on
+from hf_ckpt.compat.process_state import RandomState
 from hf_ckpt.engines.host_memory import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
@@ -59,7 +60,8 @@ class OomGuard:
 
     The guard starts with the plan of `hf_ckpt.install`, or without one. After each failure, it makes the next of these
     changes, for the rest of the training: `selective`, `full`, the head in chunks, and hidden states in host memory.
-    Under `budget` and `auto`, it begins with the plan that ran, and the run no longer measures.
+    Under `budget` and `auto`, the run is first planned again, each time for less. If no plan is left, the changes begin
+    with the plan that ran, and the run no longer measures.
 
     It works in a single process. With several ranks, or under FSDP or DeepSpeed, use `policy: budget`.
 
@@ -196,7 +198,10 @@ class OomGuard:
             raise OutOfPlansError(f"{reason} hf_ckpt: {refused}") from error
         self.taken.append(change)
         self._tried.append((change, plan))
-        log.warning("hf_ckpt: the step is run again with: %s.\n%s", change, plan)
+        record = installation(self.model)
+        assert record is not None
+        shown = "" if record.session is not None else f"\n{plan}"  # a session plans when the retry begins
+        log.warning("hf_ckpt: the step is run again with: %s.%s", change, shown)
 
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
@@ -221,7 +226,7 @@ def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
 
 
 class OomGuardMixin:
-    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`."""
+    """Mixin for a Trainer: runs each `training_step` under an `OomGuard`, and evaluations that run out again."""
 
     oom_guard: OomGuard | None = None
     """The guard; None until the first training step."""
@@ -229,6 +234,10 @@ class OomGuardMixin:
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own `training_step` under the guard, and return its loss."""
         return guarded_training_step(self, super().training_step, model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's own `evaluate`, if need be with smaller batches, and return its metrics."""
+        return guarded_evaluation(self, super().evaluate, *args, **kwargs)  # type: ignore[misc]
 
 
 def guarded_training_step(
@@ -257,6 +266,29 @@ def guarded_training_step(
     return guard(step)
 
 
+def guarded_evaluation(trainer: Any, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `evaluate(...)` of a Trainer. As often as it runs out of memory, halve its batch and run it again.
+
+    Evaluations of several ranks, and of TRL's trainers that generate, whose batches are groups of completions, are not
+    run again.
+    """
+    random_state = RandomState(compat.distributed.devices_of_model(trainer.model))
+    while True:
+        try:
+            return evaluate(*args, **kwargs)
+        except Exception as error:
+            rows = trainer.args.per_device_eval_batch_size
+            has_fixed_rows = compat.distributed.ranks() > 1 or compat.transformers.counters_of(trainer)
+            if rows < 2 or has_fixed_rows or not compat.devices.is_out_of_memory(error):
+                raise
+            report(error)
+        trainer.args.per_device_eval_batch_size = rows // 2
+        text = "hf_ckpt: the evaluation is run again, from now on with `per_device_eval_batch_size=%d`."
+        log.warning(text, rows // 2)
+        compat.devices.release_memory()  # the frames of the error are gone now
+        random_state.restore()  # each evaluation draws a seed for its data
+
+
 @contextlib.contextmanager
 def guard_trainers() -> Iterator[set[str]]:
     """Context manager in which every Trainer of the process trains under a guard.
@@ -275,6 +307,7 @@ def guard_trainers() -> Iterator[set[str]]:
         with Replaced() as methods:
             # On the Trainer itself: some classes have a method of their own that never calls that of `Trainer`.
             methods.replace(trainer, "training_step", training_step)
+            methods.replace(trainer, "evaluate", functools.partial(guarded_evaluation, trainer))
             return original(trainer, *args, **kwargs)
 
     with Replaced() as methods:
@@ -288,9 +321,10 @@ def guard_trainers() -> Iterator[set[str]]:
 def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     """Enable the next plan that needs less memory, between two attempts at a step.
 
-    A plan that is installed but not enabled comes first, then the plans of `tighter_plan`. On a model without a plan,
-    `selective` comes first, or what follows `full` if transformers' own checkpointing is enabled. From then on the
-    watch checks nothing, because there is no room. Enable calls with the options of the user's plan keep the new one.
+    A plan that is installed but not enabled comes first, then plans for a smaller budget, then those of `tighter_plan`.
+    On a model without a plan, `selective` comes first, or what follows `full` if transformers' own checkpointing is
+    enabled. From then on the watch checks nothing, because there is no room. Enable calls with the options of the
+    user's plan keep the new one.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.
@@ -316,6 +350,9 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         record.tightened = asked
         put_on(blocks, record)
         return f"the installed plan ({record.plan.summary()})"
+    limit = None if record.session is None else record.session.lower_limit()
+    if limit is not None:
+        return limit
     head = None if exact else vocabulary_head(base)
     # As `attach` refuses it: a replaced `forward` may compute more. FSDP frees the head's weight between calls.
     chunks = head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base)

@@ -71,6 +71,8 @@ from hf_ckpt.units import format_bytes
 log = logging.getLogger(__name__)
 
 NO_ACTIONS: Mapping[str, Action] = types.MappingProxyType({})
+SHARE_AFTER_FAILURE = 0.9
+"""If memory runs out, later plans may need this share of what was predicted for the step that failed."""
 SIMPLE = Action("selective", ("attention",))
 """The action that a race always tries beside `full`: it keeps little, and recomputes in larger parts than others."""
 
@@ -309,6 +311,27 @@ class Session:
         self.before_others()
         self._peaks.notice()
         self._optimizers.stop()
+
+    def lower_limit(self) -> str | None:
+        """Memory has run out in this step: plan for less from now on. Returns what for, in words.
+
+        None if the step ran under what keeps least, or if its plan was above the limit already, as no plan fits.
+        """
+        planned = self.planned
+        if planned is None:
+            return None
+        prediction = planned.plan.prediction
+        if prediction is None and not planned.actions:
+            return None
+        costs = self._measurements.costs(planned.batch)
+        peak_bytes = prediction.peak_bytes if prediction is not None else costs.peak(planned.actions)
+        if peak_bytes > self._limit_bytes:
+            return None
+        self._drop()
+        self._forwards.current.clear()  # the retry is another step
+        self._limit_bytes = int(SHARE_AFTER_FAILURE * peak_bytes)
+        self.plans.clear()
+        return f"plans for at most {format_bytes(self._limit_bytes)}"
 
     @property
     def measuring(self) -> str | None:

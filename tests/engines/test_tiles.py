@@ -5,6 +5,7 @@
 
 import contextlib
 import copy
+import itertools
 import types
 from unittest import mock
 
@@ -19,9 +20,11 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.tiles import AUTO_TOKENS, why_whole
+from hf_ckpt.engines.tiles import why_whole
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.spec.actions import AUTO_TOKENS
+from hf_ckpt.training.guard import tighten
 
 TILED = {"policy": "full", "mlp": 5}
 
@@ -134,6 +137,25 @@ def test_the_peak_of_a_long_sequence_falls(name, lora):
             peaks[mlp] = live.peak_bytes - live.start_bytes
     print(f"{name} {'lora' if lora else 'full'}: {peaks['full'] / 2**20:.1f} -> {peaks[256] / 2**20:.1f} MiB")
     assert peaks["full"] - peaks[256] > (5 * 4 if lora else 3 * 2) * TOKENS * WIDE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", ["none", {"mlp": "auto"}], ids=["blocks", "tiles"])
+def test_each_rung_of_the_guards_ladder_needs_less(spec):
+    """Everything kept, `selective` and `full`; or tiles of 2048, 512 and 128 tokens. Nothing is offloaded on a CPU."""
+    model, batch = long_model("MistralForCausalLM", lora=False), {"input_ids": torch.randint(8, 300, (1, TOKENS))}
+    planned(model, spec)
+    peaks = []
+    while True:
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with LiveBytes(model, batch) as live:
+                model(**without_cache(model, batch)).logits[..., :1].sum().backward()
+        peaks.append(live.peak_bytes - live.start_bytes)
+        if tighten(model, exact=True) is None:
+            break
+    assert len(peaks) == 3
+    assert all(less < 0.97 * more for more, less in itertools.pairwise(peaks)), peaks
 
 
 # --- how exact --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The guard retries steps that run out of memory with plans that need less, and the training goes on as if nothing had
 happened. Errors are artificial; results are compared bit by bit, and operations and attempts are counted."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -15,10 +16,11 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from helpers.adapters import with_lora
 from helpers.custom import custom_loss, model_of_averages, moving_average
-from helpers.failing import MESSAGE, run_out, train
+from helpers.failing import MESSAGE, Failing, run_out, train
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, gradients, planned, without_cache
 from helpers.tables import table
+from helpers.trainers import FLAG, trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +36,7 @@ from hf_ckpt.spec.actions import SAVE_CLASSES as SAVE
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.training import guard as guarding
 from hf_ckpt.training.guard import OomGuard, tighten
+from hf_ckpt.training.out_of_memory import REPORT_FILE
 
 SELECTIVE, FULL, OFFLOAD = "selective (save linear, attention)", "full", "offload"
 HEAD = "the head in chunks"
@@ -54,7 +57,7 @@ def little_to_collect():
     gc.unfreeze()
 
 
-class Failing(TorchDispatchMode):
+class FailingAllocator(TorchDispatchMode):
     """Counts operations and how often it was entered, and runs out of memory at some operations."""
 
     def __init__(self, *at):
@@ -91,7 +94,7 @@ def two_micro_steps(model, guard=None, at=(), family="llama"):
     """Losses and gradients, random draws after them, and the count of what ran; the operations `at` fail."""
     model.zero_grad()
     seed()
-    allocator = Failing(*at)
+    allocator = FailingAllocator(*at)
 
     def step(*args):
         with allocator:  # not around the guard
@@ -242,16 +245,65 @@ def test_only_buffers_that_change_are_copied_for_every_micro_step():
         guard(lambda: run_out(model.codes.add_(1)))
 
 
-@pytest.mark.parametrize("policy", ["budget", "auto"])
-@pytest.mark.parametrize("steps", [0, 20], ids=["while it measures", "under its plan"])
-def test_a_planned_policy_goes_on_with_the_next_plan(steps, policy):
-    """The plan that ran is tightened, and stays for batches of every size."""
-    model, batch = tiny_model("llama", dropout=0.1), tiny_batch("llama", tokens=64, batch=4)
-    reference = copy.deepcopy(model)
-    planned(model, {"policy": policy, **({"budget": "4MiB"} if policy == "budget" else {})})
-    for _ in range(steps):
+def until_planned(model, batch):
+    """Train until nothing is left to measure."""
+    for _ in range(40):
         forward_and_backward(model, batch)
         model.zero_grad(set_to_none=True)
+        if installation(model).measuring is None:
+            return
+    raise AssertionError("still measuring")
+
+
+def under_budget(policy, *, trained=True):
+    """A model under a planned policy, its batch, and a copy without hf_ckpt."""
+    model, batch = tiny_model("llama", layers=3, dropout=0.1), tiny_batch("llama", tokens=64, batch=4)
+    reference = copy.deepcopy(model)
+    planned(model, {"policy": policy, **({"budget": "1GiB"} if policy == "budget" else {})})
+    if trained:
+        until_planned(model, batch)
+    return model, batch, reference
+
+
+@pytest.mark.parametrize("policy", ["budget", pytest.param("auto", marks=pytest.mark.long)])
+def test_a_planned_policy_plans_again_for_less(policy):
+    model, batch, reference = under_budget(policy)
+    guard, peaks = OomGuard(model, exact=True), []
+    session = installation(model).session
+
+    def step(*args):
+        forward_and_backward(*args)
+        peaks.append(hf_ckpt.describe(model).plan.prediction.peak_bytes)
+        if peaks[-1] > 0.75 * peaks[0]:
+            run_out()
+
+    seed()
+    guard(step, model, batch)
+    assert (len(peaks), peaks[-1] <= 0.81 * peaks[0]) == (1 + guard.attempts, True)
+    assert peaks == sorted(peaks, reverse=True)
+    assert [change.startswith("plans for at most ") for change in guard.taken] == [True] * guard.attempts
+    seed()
+    forward_and_backward(reference, batch)
+    assert_same(gradients(reference), gradients(model))
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+    until_planned(model, batch)
+    assert hf_ckpt.describe(model).plan.prediction.peak_bytes <= 0.9 * peaks[-2]  # the rest of the run, too
+    assert installation(model).session is session
+
+
+@pytest.mark.long
+def test_no_plan_of_a_budget_is_left_at_the_end():
+    model, batch, _ = under_budget("budget")
+    guard = OomGuard(model, exact=True)
+    with pytest.raises(OutOfPlansError, match="no tighter plan"):
+        guard(lambda: (forward_and_backward(model, batch), run_out()))
+    assert 3 < guard.attempts < 20
+    assert guard.taken[-1] == OFFLOAD
+
+
+def test_a_planned_policy_goes_on_with_the_next_plan_while_it_measures():
+    """The plan that ran is tightened, and stays for batches of every size."""
+    model, batch, reference = under_budget("budget", trained=False)
     guard, plans = OomGuard(model, exact=True), []
 
     def step(*args):
@@ -289,6 +341,37 @@ def test_a_trainer_goes_on_as_if_nothing_had_happened(tmp_path, undisturbed):
     assert (trainer.oom_guard.attempts, trainer.oom_guard.taken) == (3, [SELECTIVE, FULL, HEAD])
     assert trainer.calls > 12 + 3 - 1  # 12 micro-steps, three of them retried, and the micro-steps before them
     assert min(hf_ckpt.describe(trainer.model).recomputed.values()) > 0
+
+
+class RunsOutInEvaluation(Failing):
+    """Its evaluations run out of memory with more than two rows."""
+
+    rows = ()
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        self.rows = (*self.rows, len(inputs["input_ids"]))
+        if self.rows[-1] > 2:
+            run_out()
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("mixins", [(hf_ckpt.OomGuardMixin,), ()], ids=["mixin", "command line"])
+def test_an_evaluation_that_runs_out_is_run_again_with_smaller_batches(tmp_path, mixins, caplog):
+    """Random numbers of the training are those of a run whose evaluations fit."""
+    found = []
+    for rows, kind in ((2, Failing), (4, type("Guarded", (*mixins, RunsOutInEvaluation), {}))):
+        model = tiny_model("llama", dropout=0.1)
+        sizes = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "per_device_eval_batch_size": rows}
+        run = trainer(tmp_path, model, kind=kind, evaluate=True, **{FLAG: False, f"{FLAG}_kwargs": None}, **sizes)
+        with contextlib.nullcontext() if mixins else guarding.guard_trainers():
+            run.train()
+        losses = [{key: row[key] for key in row if key in ("loss", "eval_loss")} for row in run.state.log_history]
+        found.append((losses, {"loss": None, **model.state_dict()}))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    assert run.rows == (4, 2, 2, 2, 2)  # of four rows
+    assert (run.args.per_device_eval_batch_size, installation(model)) == (2, None)
+    assert "out of memory in the evaluation" in (tmp_path / REPORT_FILE).read_text()
 
 
 def test_the_guard_on_the_command_line(tmp_path, monkeypatch, undisturbed):
@@ -392,7 +475,7 @@ def test_gradients_of_before_cannot_be_computed_again():
     model, batch = tiny_model("llama", layers=2), tiny_batch("llama")
     forward_and_backward(model, batch)
     before = gradients(model)
-    with Failing(10), pytest.raises(OutOfPlansError, match="gradients before the guarded steps"):
+    with FailingAllocator(10), pytest.raises(OutOfPlansError, match="gradients before the guarded steps"):
         OomGuard(model)(forward_and_backward, model, batch)
     assert_same({"loss": None, **before}, {"loss": None, **gradients(model)})
 
@@ -410,9 +493,9 @@ def test_an_optimizer_inside_backward_is_noticed(kind):
 
         parameter.register_post_accumulate_grad_hook(step_and_forget)
     for _ in range(2):  # the first one creates optimizer state
-        with Failing() as counted:
+        with FailingAllocator() as counted:
             forward_and_backward(model, batch)
-    with Failing(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
+    with FailingAllocator(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
         OomGuard(model)(forward_and_backward, model, batch)
 
 
@@ -583,6 +666,7 @@ def test_no_plan_is_tried_twice():
     guard(lambda: forward_and_backward(planned(model, "selective"), batch))
 
 
+TILES, TILED = Action("full+tiles", tile="auto"), ["full+tiles (512 tokens)", "full+tiles (128 tokens)"]
 MOVED, LINEARS_TOO = (Action("selective", ("linear", "attention"), moved=moved) for moved in (True, False))
 
 
@@ -597,6 +681,8 @@ MOVED, LINEARS_TOO = (Action("selective", ("linear", "attention"), moved=moved) 
         ([Action("full")] * 3, False, [OFFLOAD]),
         ([Action("offload")], True, [HEAD]),
         ([Action("offload")], False, []),
+        ([Action("full"), TILES], True, [TILED[0], TILED[1], HEAD, OFFLOAD]),
+        ([TILES, Action("full+tiles", tile=512)], False, [" and ".join(TILED), TILED[1]]),
         ([Action("compiled", share=1.0), COMPILED], True, ["compiled (share 0)", HEAD]),
     ],
 )
@@ -608,6 +694,6 @@ def test_tighter_plans(actions, chunks, names):
         plan = step[0]
         found.append(step[1])
     assert found == names
-    last = str(COMPILED) if COMPILED in actions else OFFLOAD
-    assert [str(action) for _, action in plan.actions] == [last] * len(actions)
+    last = {"compiled": str(COMPILED), "full+tiles": TILED[1]}
+    assert [str(action) for _, action in plan.actions] == [last.get(action.kind, OFFLOAD) for action in actions]
     assert (plan.head == "auto") == (HEAD in names)
