@@ -134,7 +134,6 @@ def _begin_anew(record: Installation) -> None:
     record.heads = ChunkCalls()
     record.functions = Functions(record.spec)
     record.regions = record.functions.of(record.plan)
-    record.made_for = None
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------

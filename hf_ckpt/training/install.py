@@ -180,8 +180,7 @@ class Decider:
         except (SpecError, PlanMismatchError) as error:  # no reason to end a training
             text = "hf_ckpt: the layers of %s have changed, and its plan does not fit: new ones keep everything. %s"
             warn_once(log, text, blocks.model, error)
-            planned = record.plan.active()
-            actions = tuple((block, planned.get(block.name, KEEP)) for block in blocks.blocks)
+            actions = tuple((block, record.plan.active().get(block.name, KEEP)) for block in blocks.blocks)
             decided = record.spec, dataclasses.replace(record.plan, actions=actions)
         if decided is None:  # as many as before, or only others than blocks, such as the head
             put_on(blocks, record)

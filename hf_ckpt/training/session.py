@@ -55,7 +55,7 @@ from hf_ckpt.engines.trials import Tries
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
-from hf_ckpt.models.blocks import FoundBlocks, find_blocks
+from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.choose import best_plan
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
@@ -70,6 +70,7 @@ from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+GAVE_UP = f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
 NO_ACTIONS: Mapping[str, Action] = types.MappingProxyType({})
 SHARE_AFTER_FAILURE = 0.9
 """If memory runs out, later plans may need this share of what was predicted for the step that failed."""
@@ -207,8 +208,10 @@ class Session:
         """The actions to choose from; the last one keeps least."""
         self.plans: dict[Batch, Planned] = {}
         """The plans of the run, by their batch."""
-        self._begin_with(blocks, record)
-
+        # Blocks of stacks for which a rule says what they get, and that.
+        fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
+        self._measurements = Measurements(blocks, self._actions, fixed)
+        self._race = Race()
         self._state = ModelState(base, self._devices)
         self._optimizers = OptimizerStates()
         self._forwards = StepForwards()
@@ -231,14 +234,6 @@ class Session:
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
         self.entered: Entered | None = None
         """The plans that race, or that have raced."""
-
-    def _begin_with(self, blocks: FoundBlocks, record: Installation) -> None:
-        """Forget all measurements and plans, and measure these blocks."""
-        # Blocks of stacks for which a rule says what they get, and that.
-        fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
-        self._measurements = Measurements(blocks, self._actions, fixed)
-        self._race = Race()
-        self.plans.clear()
 
     # --- what others call ---
 
@@ -358,9 +353,7 @@ class Session:
         in_order = sorted(self.plans.values(), key=lambda planned: planned.batch.elements)
         plans = {str(planned.batch): planned.plan for planned in in_order}
         measured_bytes = None if self.planned is None else self.planned.measured_bytes
-        measuring = description.measuring
-        if self.gave_up:
-            measuring = f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
+        measuring = GAVE_UP if self.gave_up else description.measuring
         peaks = {"measured_bytes": measured_bytes, "voided": self._peaks.voided}
         return dataclasses.replace(description, plans=plans, measuring=measuring, **peaks)
 
