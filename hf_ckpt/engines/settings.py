@@ -85,8 +85,8 @@ class Settings:
         self.has_stopped = False
         """Whether a recomputation has shown what it leaves when torch ends it early."""
         self.written: set[Place] = set()
-        """Parameters that the first forward itself wrote to, such as a router's weight that PEFT adapts: a write to
-        them does not count as a change."""
+        """Parameters that the first forward itself wrote to and that are large, such as a router's weight that PEFT
+        adapts: in that forward, a write to them does not count as a change."""
         self.draws_on_host = True
         """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read."""
         self.chooses = bool(routers(block))
@@ -112,9 +112,11 @@ class Settings:
         """The names of all their attributes."""
         buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
         buffers_above = {id(vars(module)["_buffers"]) for module in above}
+        self.weights: list[Place] = []
+        """Parameters. Those that the first forward writes are state, too."""
         for number, tensors in enumerate(self.tensors, len(owners)):
-            if id(tensors) in buffers | buffers_above:
-                self.state += [(number, key) for key in tensors]
+            places = self.state if id(tensors) in buffers | buffers_above else self.weights
+            places += [(number, key) for key in tensors]
             if id(tensors) in buffers_above:
                 self.shared.update((number, key) for key in tensors)
         # Copies, because a box is changed in place, and is itself the same one afterwards.
@@ -201,8 +203,13 @@ class Settings:
 
         Masks are copied in the first forward only, because no module is known that changes one.
         """
-        is_small = tensor.nbytes <= _SMALL_BYTES and tensor.dtype is not torch.bool
-        return place in self.changing or (is_small and place not in self.shared)
+        is_copied = is_small(tensor) and tensor.dtype is not torch.bool
+        return place in self.changing or (is_copied and place not in self.shared)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a tensor takes next to no time and memory."""
+    return tensor.nbytes <= _SMALL_BYTES
 
 
 def is_ignored(key: Any) -> bool:

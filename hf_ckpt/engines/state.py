@@ -44,7 +44,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.copies import attributes_of, copied, is_object
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.engines.seen import NO_TENSORS, Seen, SeenTensors
-from hf_ckpt.engines.settings import Place, Settings, is_ignored
+from hf_ckpt.engines.settings import Place, Settings, is_ignored, is_small
 from hf_ckpt.errors import ChangedBlockError, HfCkptError, OutOfPlansError
 
 
@@ -115,7 +115,7 @@ class ForwardState:
         if settings.chooses:
             self.choices = Choices()
         cut: dict[int, torch.Tensor] = {}
-        if settings.state or settings.containers:
+        if settings.state or settings.containers or not settings.has_run:
             cut = self._record(settings, self.block)
         if self.parameters_stay:
             self._see_tensors(settings, cut)
@@ -127,8 +127,10 @@ class ForwardState:
         if cut:
             values = [cut.get(id(tensor), tensor) for tensor in values]
         seen = SeenTensors([tensor for tensor in values if tensor is not None], addresses=True)
-        # Inference tensors have no version, and a trace on fake tensors may change them freely.
-        if seen.tensors and -1 not in seen.versions and not compat.torch.is_fake(seen.tensors[0]):
+        if -1 in seen.versions:  # inference tensors have none
+            seen = SeenTensors([tensor for tensor in seen.tensors if not tensor.is_inference()], addresses=True)
+        # A trace on fake tensors may change them freely.
+        if seen.tensors and not compat.torch.is_fake(seen.tensors[0]):
             self.names = list(chain(*settings.tensors))
             self.values = values
             self.seen = seen
@@ -145,7 +147,10 @@ class ForwardState:
         """
         dicts = settings.dicts(block)
         cut = {}
-        for place in settings.state:
+        places = settings.state
+        if not settings.has_run and self.parameters_stay:
+            places = places + [place for place in settings.weights if _is_small_at(dicts, place)]
+        for place in places:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 # Before the first forward, nobody knows what it writes, so all are copied.
@@ -201,6 +206,11 @@ class ForwardState:
         # Before copies are freed below: what has a copy is restored, and what is written without one is not refused.
         settings.written = set(self._overwritten(settings))
         settings.has_run = True
+        # From now on, parameters that the forward has written are state; of the others, no copies are needed.
+        weights = set(settings.weights)
+        settings.state += weights & (settings.changing | settings.written)
+        settings.changing |= settings.written
+        self.stored = [each for each in self.stored if each.place in settings.changing or each.place not in weights]
         for number, (place, seen, _) in enumerate(self.stored):
             if not settings.copies_always(place, seen.tensor):
                 self.stored[number] = _Stored(place, seen, None)
@@ -323,7 +333,7 @@ class ForwardState:
         with compat.torch.unseen_by_modes():
             for (number, key), seen, values in self.stored:
                 has_changed = (number, key) in settings.changing or seen.is_overwritten
-                recorded[number][key] = values.clone() if values is not None and has_changed else seen.tensor
+                recorded[number][key] = _copy_of(seen, values) if values is not None and has_changed else seen.tensor
         owners = len(settings.attributes)
         tensors = self._by_name(settings) if self.names else settings.tensors
         for number, box in enumerate(dicts):
@@ -389,6 +399,17 @@ def _values(dicts: list[dict[str, torch.Tensor | None]]) -> list[torch.Tensor | 
 
 
 _values_of = operator.methodcaller("values")
+
+
+def _is_small_at(dicts: list[dict[str, Any]], place: Place) -> bool:
+    tensor = dicts[place[0]].get(place[1])
+    return isinstance(tensor, torch.Tensor) and is_small(tensor)
+
+
+def _copy_of(seen: Seen, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor for one recomputation, which may write to it, with the values that the forward found."""
+    copy = values.clone()
+    return nn.Parameter(copy, seen.trained) if isinstance(seen.tensor, nn.Parameter) else copy
 
 
 def _without_graph(value: Any) -> Any:

@@ -947,6 +947,74 @@ def test_an_error_of_a_recomputation_names_the_block(kind, engine, torchs, caplo
     assert '"policy": "selective"' in notes[0]
 
 
+# --- parameters that a block writes -----------------------------------------------------------------------------------
+
+
+def scales_itself(block, hidden, shift):
+    with torch.no_grad():
+        block.scale.mul_(0.9)
+    return scaled(block, hidden, block.scale)
+
+
+def scales_itself_in_data(block, hidden, shift):
+    block.scale.data.mul_(0.9)
+    return scaled(block, hidden, block.scale)
+
+
+def adds_to_a_frozen_bias(block, hidden, shift):
+    output = block.two(functional.silu(block.frozen(hidden)))
+    with torch.no_grad():
+        block.frozen.bias.add_(0.1)
+    return output + scaled(block, hidden, block.scale)
+
+
+def scales_before_anything_is_saved(block, hidden, shift):
+    """The sum is saved by the activation, when the scale has changed already."""
+    total = hidden + block.scale
+    with torch.no_grad():
+        block.scale.mul_(0.9)
+    return block.two(functional.silu(total)) + work(block, hidden, None)
+
+
+SCALES = [scales_itself, scales_itself_in_data, adds_to_a_frozen_bias, scales_before_anything_is_saved]
+
+
+def with_scale(run):
+    model = custom_model(run)
+    for block in model.layers:
+        block.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+    return model
+
+
+@pytest.mark.parametrize("engine", ["full", "full+selective", "selective", on_a_device])
+@pytest.mark.parametrize("block_run", SCALES)
+def test_a_parameter_that_a_block_writes_is_written_once(block_run, engine):
+    def run(model):
+        outcomes = []
+        for number in range(STEPS):
+            model.zero_grad(set_to_none=True)
+            loss = custom_loss(model, number)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            outcomes.append(outcome(model, loss))
+        return outcomes, [(block.scale.tolist(), block.frozen.bias.tolist()) for block in model.layers]
+
+    same_under(ENGINES[engine], run, lambda: with_scale(block_run), times=2 * STEPS)
+
+
+def test_an_inference_tensor_leaves_the_other_tensors_compared():
+    """A mask that was made in an evaluation has no version."""
+    model = custom_model()
+    for block in model.layers:
+        with torch.inference_mode():
+            block.register_buffer("mask", torch.ones(16))
+    loss = custom_loss(planned(model, "full"))
+    with torch.no_grad():
+        model.layers[2].one.weight.mul_(2)
+    with pytest.raises(ChangedBlockError, match=r"block 'layers\.2': `one\.weight` was overwritten"):
+        loss.backward()
+
+
 # --- parameters: values that are gone, or change nothing --------------------------------------------------------------
 
 

@@ -57,8 +57,8 @@ class Rebuilding:
     region: RebuildRegion
     as_selective: bool = False
     ran: bool = False
-    node: Any = None
-    """The node of autograd that runs."""
+    node: int | None = None
+    """The number of the node of autograd that runs. The graph holds this object, which must not hold the graph."""
     held: list[Value] = dataclasses.field(default_factory=list)
     """What its saved tensors are rebuilt from."""
 
@@ -106,8 +106,8 @@ class Rebuilding:
 
         torch's checkpoint lets go of each tensor as it returns it, so a trial would show less than `selective` needs.
         """
-        node = compat.torch.running_node()
-        if node is not self.node:
+        node = compat.torch.running_node()._sequence_nr()
+        if node != self.node:
             self.node = node
             self.held = []
         self.held.append(value)

@@ -24,6 +24,7 @@ from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.engines.seen import SeenTensors
 from hf_ckpt.errors import TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks
@@ -64,6 +65,8 @@ class RebuildRegion(Region):
         forward; None before the first."""
         self.saved_tensors = 0
         """Number of tensors that autograd saved in the last forward."""
+        self.weights: list[dict[str, torch.Tensor | None]] | None = None
+        """The dicts of the block's parameters; None before a forward has shown the block."""
 
     @property
     def recomputed(self) -> int:  # type: ignore[override]
@@ -123,7 +126,7 @@ class RebuildRegion(Region):
         if self.parts_are_sharded is None:
             block = compat.transformers.module_of(fn)
             self.parts_are_sharded = block is not None and any(map(compat.distributed.is_sharded, block.children()))
-        tape = Tape(self, args, store)
+        tape = Tape(self, args, store, self._versions(fn))
         output = None
         outer = running.tape
         running.tape = tape
@@ -141,6 +144,7 @@ class RebuildRegion(Region):
             # Another forward than the one before, for example in eval mode: places among the nodes are others, too.
             if tape.saved != self.saved_tensors != 0:
                 self.hopeless.clear()
+                self.weights = None
             self.saved_tensors = tape.saved
             self.dropped_tensors = tape.dropped
             if tape.saved and not tape.dropped:
@@ -152,9 +156,18 @@ class RebuildRegion(Region):
                     self.block,
                 )
 
+    def _versions(self, fn: Callable[..., Any]) -> dict[int, int]:
+        """Return the in-place version of each parameter of the block whose forward is `fn`: id -> version."""
+        if self.weights is None:
+            block = compat.transformers.module_of(fn)
+            dicts = [] if block is None else [vars(module).get("_parameters") for module in block.modules()]
+            self.weights = [tensors for tensors in dicts if isinstance(tensors, dict)]
+        leaves = [leaf for tensors in self.weights for leaf in tensors.values() if leaf is not None]
+        return dict(zip(map(id, leaves), SeenTensors(leaves).versions, strict=True))
+
     def __getstate__(self) -> dict[str, Any]:
         # The rows hold functions inside of functions, which cannot be pickled. They follow from `save`.
-        return {name: value for name, value in vars(self).items() if name != "rows"}
+        return {name: value for name, value in vars(self).items() if name != "rows"} | {"weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, rows=ops_for(state["save"]))

@@ -105,10 +105,18 @@ class Tape:
         region: the block's function, with what is known from earlier forwards.
         args: the block's arguments.
         store: hooks that store kept tensors elsewhere, such as in host memory; None to keep them as they are.
+        versions: id of a parameter -> its in-place version at the beginning.
     """
 
-    def __init__(self, region: Rebuilds, args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> None:
+    def __init__(
+        self,
+        region: Rebuilds,
+        args: tuple[Any, ...],
+        store: compat.torch.SavedTensorHooks | None,
+        versions: dict[int, int],
+    ) -> None:
         self.region = region
+        self.versions = versions
         self.work = region.work
         self.rows = region.rows
         self.hopeless = region.hopeless
@@ -321,7 +329,7 @@ class Tape:
                 if value is None:
                     self.hopeless.add(place)
         elif name == "torch::autograd::AccumulateGrad":
-            value = Kept(node.variable, self.work.block, address=self.region.parameters_stay)
+            value = self._leaf(node.variable)
         if value is None and edge in self.offered:
             value = self._take_offer(edge)
         values[edge] = value
@@ -383,7 +391,12 @@ class Tape:
     def _frozen_bias(self, node: Any) -> Value | None:
         """Return the value of the bias of the linear layer that made a node; None if unknown."""
         bias = self.biases.get(node._sequence_nr() + 1)
-        return None if bias is None else Kept(bias, self.work.block, address=self.region.parameters_stay)
+        return None if bias is None else self._leaf(bias)
+
+    def _leaf(self, leaf: torch.Tensor) -> Kept | None:
+        """Return the value of a parameter; None if the block has written to it, perhaps after an operation used it."""
+        value = Kept(leaf, self.work.block, address=self.region.parameters_stay)
+        return value if value.version == self.versions.get(id(leaf), value.version) else None
 
     def _small(self, edge: _Edge, tensor: torch.Tensor) -> Value | None:
         """If a float32 tensor was cast up from 16 bits, keep those bits: exact, and half the size. Else return None."""
