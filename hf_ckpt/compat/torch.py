@@ -252,6 +252,11 @@ def is_in_place_error(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
 
 
+def is_of_script(error: BaseException | None) -> bool:
+    """Whether a scripted function raised the error, in place of any error inside of it."""
+    return isinstance(error, RuntimeError) and "TorchScript interpreter" in str(error)
+
+
 def add_note(error: Exception, text: str) -> None:
     """Add a note to an error, once. Python 3.10 has no notes: the text is logged."""
     if text not in getattr(error, "__notes__", ()):

@@ -475,6 +475,8 @@ class _Refused(TorchFunctionMode):
         super().__init__()
         self.name = name
         self.tensors = tensors
+        self.refused: ChangedBlockError | None = None
+        """The error that was raised."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -486,8 +488,14 @@ class _Refused(TorchFunctionMode):
                 return value
         for value in compat.torch.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and id(value) in self.tensors:
-                raise ChangedBlockError(self.name, f"{self.tensors[id(value)]} was overwritten")
+                self.refused = ChangedBlockError(self.name, f"{self.tensors[id(value)]} was overwritten")
+                raise self.refused
         return function(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if self.refused is not None and compat.torch.is_of_script(error):
+            raise self.refused from error
 
 
 class StepState:

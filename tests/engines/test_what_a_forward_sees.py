@@ -1002,6 +1002,22 @@ def test_a_parameter_that_a_block_writes_is_written_once(block_run, engine):
     same_under(ENGINES[engine], run, lambda: with_scale(block_run), times=2 * STEPS)
 
 
+@torch.jit.script
+def scripted_product(hidden, scale):
+    return hidden * scale
+
+
+@each_engine
+def test_a_parameter_that_a_scripted_function_reads_is_refused_by_name(engine):
+    """TorchScript raises its own error in place of any other."""
+    model = with_scale(lambda block, hidden, shift: work(block, scripted_product(hidden, block.scale), shift))
+    loss = custom_loss(planned(model, ENGINES[engine]))
+    with torch.no_grad():
+        model.layers[2].scale.mul_(2)
+    with pytest.raises(ChangedBlockError, match=r"block 'layers\.2': `scale` was overwritten"):
+        loss.backward()
+
+
 def test_an_inference_tensor_leaves_the_other_tensors_compared():
     """A mask that was made in an evaluation has no version."""
     model = custom_model()
