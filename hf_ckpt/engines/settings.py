@@ -27,7 +27,7 @@ _PLAINEST = (
     nn.Linear(1, 1, device="meta"),
     *(nn.Identity(), nn.ModuleDict(), nn.ModuleList(), nn.ParameterDict(), nn.ParameterList()),
 )
-_INDIFFERENT = {type(module): {*vars(module), "_is_hf_initialized"} for module in _PLAINEST}
+_INDIFFERENT: dict[type, set[str]] = {type(module): {*vars(module), "_is_hf_initialized"} for module in _PLAINEST}
 """Types whose forward, if any, reads no attribute that changes -> the attributes that their constructor and
 transformers give them. These are not compared, which would take longer."""
 _INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | set(compat.transformers.SWITCHES)
@@ -110,21 +110,26 @@ class Settings:
         self.shared.update(self.state[has_below:])
         self.names = [frozenset(owner) for owner in owners]
         """The names of all their attributes."""
-        buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
-        buffers_above = {id(vars(module)["_buffers"]) for module in above}
         self.weights: list[Place] = []
         """Parameters. Those that the first forward writes are state, too."""
-        for number, tensors in enumerate(self.tensors, len(owners)):
-            places = self.state if id(tensors) in buffers | buffers_above else self.weights
-            places += [(number, key) for key in tensors]
-            if id(tensors) in buffers_above:
-                self.shared.update((number, key) for key in tensors)
+        self._list_tensors(block)
         # Copies, because a box is changed in place, and is itself the same one afterwards.
         self.contents = [dict(box) for box in self.boxes]
         self.sizes = [len(box) for box in (*owners, *self.tensors)]
         # One `itemgetter` for all plain attributes of a module reads them without a Python call each.
         self.getters = [(number, operator.itemgetter(*plain)) for number, plain in enumerate(self.attributes) if plain]
         self.values = [getter(self.attributes[number]) for number, getter in self.getters]
+
+    def _list_tensors(self, block: nn.Module) -> None:
+        """Add the buffers of the block, and of the modules above it, to `state`, and its parameters to `weights`."""
+        buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
+        buffers_above = {id(vars(module)["_buffers"]) for module in self.above}
+        for number, tensors in enumerate(self.tensors, len(self.attributes)):
+            places = [(number, key) for key in tensors]
+            kind = self.state if id(tensors) in buffers | buffers_above else self.weights
+            kind += places
+            if id(tensors) in buffers_above:
+                self.shared.update(places)
 
     def _collect(
         self, module: nn.Module, owners: list[dict[str, Any]], copies: dict[int, Any], *, is_block: bool
