@@ -493,7 +493,7 @@ class _Refused(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if self.refused is not None and compat.torch.is_of_script(error):
             raise self.refused from error
 
