@@ -160,12 +160,14 @@ class Decider:
 
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with these options; None if they do not change."""
-        spec = parse_for(lambda: record.spec.updated(options), functools.partial(_plan_of, blocks))
-        if {block.name for block, _ in record.plan.actions} == blocks.modules.keys():  # none were added or dropped
-            # TRL enables a model again after each generation, and a Trainer in each `train`.
-            asked = record.tightened
-            if spec == record.spec or (asked is not None and asked.updated(options) == asked):
-                return None
+        asked = record.tightened
+        has_same_blocks = {block.name for block, _ in record.plan.actions} == blocks.modules.keys()
+        # The guard's plan is none for layers that were added or dropped since.
+        before = record.spec if asked is None or has_same_blocks else asked
+        spec = parse_for(lambda: before.updated(options), functools.partial(_plan_of, blocks))
+        # TRL enables a model again after each generation, and a Trainer in each `train`.
+        if has_same_blocks and (spec == record.spec or (asked is not None and asked.updated(options) == asked)):
+            return None
         if spec.plan is None or spec.plan != record.spec.plan:
             return spec, decide(blocks, spec)[1]
         # Keep a plan that was loaded or passed before; its file may be gone by now.

@@ -370,6 +370,7 @@ def test_an_evaluation_that_runs_out_is_run_again_with_smaller_batches(tmp_path,
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
     assert run.rows == (4, 2, 2, 2, 2)  # of four rows
+    assert not {"training_step", "evaluate", "_evaluate"} & vars(run).keys()
     assert (run.args.per_device_eval_batch_size, installation(model)) == (2, None)
     assert "out of memory in the evaluation" in (tmp_path / REPORT_FILE).read_text()
 
@@ -639,6 +640,10 @@ def test_an_enable_call_with_the_options_of_the_user_keeps_the_tighter_plan():
     assert tighten(model, exact=True) == FULL
     hf_ckpt.install(model, {"policy": "selective"})
     assert actions(model) == {SELECTIVE}
+    assert tighten(model, exact=True) == FULL
+    del model.model.layers[3]  # the guard's plan is none for three layers
+    enable(model)
+    assert (len(hf_ckpt.describe(model).plan.actions), actions(model)) == (3, {SELECTIVE})
 
 
 @pytest.mark.skipif(len(compat.transformers.ENABLE_NAMES) < 2, reason="transformers 4 checkpoints every layer")
