@@ -82,6 +82,8 @@ class About:
         if type(value) is type(self.default) and value == self.default:  # True is no 1
             return value
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(value, int) and is_number and self.read in (parse_budget, parse_bytes):
+            return value  # bytes; `question` asks for the unit of small ones
         if isinstance(value, str) or (is_number and self.read in _NUMBERS):
             try:
                 return self.read(str(value) if self.read is parse_count else value)
@@ -248,6 +250,9 @@ def question(fields: Mapping[str, Any]) -> Question:
             raise HfCkptError(f"{name!r} cannot be asked: use {', '.join(FIELDS)}.")
     if not fields.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
+    for name in ("budget", "host_budget"):
+        if isinstance(fields.get(name), int):
+            FIELDS[name].read(fields[name])
     return Question(**fields)
 
 

@@ -5,6 +5,7 @@ python recipes/benchmarks/figures.py  # rewrites the tables of the pages from th
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from harness import Case, Results
 from ways import CHECKED, COMPILED, OURS, OURS_COMPILED
 
 HERE = Path(__file__).resolve().parent
+UNITS = {"GB": 10**9, "GiB": 2**30}
 ROOT = HERE.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), HERE / "README.md"]
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -159,11 +161,23 @@ def gpu_table(results: Results, part: str, columns: Sequence[str] = ()) -> str:
     return markdown(columns, [[row[name] for name in columns] for row in rows])
 
 
+def published() -> str:
+    """What others have measured, and what is predicted for the same question: see `published.py`."""
+    lines = []
+    for row in json.loads((HERE / "published.json").read_text(encoding="utf-8")):
+        unit = UNITS[row["unit"]]
+        figures = (f"{row['reported']} {row['unit']}", f"{row['predicted_bytes'] / unit:.1f}", f"{row['ratio']:.2f}")
+        lines.append((row["who"], row["what"], row["counted"], *figures, row["differs"]))
+    columns = ("who", "training", "counted", "reported", "predicted", "ratio", "what differs")
+    return markdown(columns, lines)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "every way": lambda: every_way(read("peers"), skip=COMPILED),
     "peers": lambda: budgets_table(read("peers"), (0.3, 0.5, 0.7)),
     "ahead": ahead,
     "compiled": lambda: every_way(read("compiled")),
+    "published": published,
     "gpu": lambda: gpu_table(Results.read(HERE / "gpu.json"), "table", ("way", "step", "of none", "peak")),
 }
 """What stands between the marks of a name."""

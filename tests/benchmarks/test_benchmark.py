@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import csv
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import types
 import figures
 import memory
 import peers
+import published
 import pytest
 import torch
 from figures import faults
@@ -228,3 +230,17 @@ def test_the_picture_of_memory_is_drawn(tmp_path, monkeypatch):
     )
     memory.main()
     assert (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.long
+def test_published_peaks_are_predicted_as_the_table_says(tmp_path, monkeypatch):
+    """The table has the rows of the file, and one of them is predicted again."""
+    rows = json.loads((figures.HERE / "published.json").read_text())
+    with (figures.HERE / "published.csv").open() as file:
+        assert [{key: row[key] for key in asked} for asked, row in zip(csv.DictReader(file), rows, strict=True)] == [
+            *csv.DictReader((figures.HERE / "published.csv").read_text().splitlines())
+        ]
+    monkeypatch.setattr("sys.argv", ["published.py", "--json", str(tmp_path / "new.json"), "--only", "bert full"])
+    published.main()
+    (again,) = json.loads((tmp_path / "new.json").read_text())
+    assert again == next(row for row in rows if row["id"] == "bert full")

@@ -49,6 +49,10 @@ def test_options_of_yes_and_no_have_opposites_that_win_over_a_file():
     numbers = Question("a model", batch="4", tokens="8k", lora="16", lora_targets=["q_proj", "v_proj"], budget="20GiB")
     assert (numbers.batch, numbers.tokens, numbers.lora) == (4, 8192, 16)
     assert (numbers.lora_targets, numbers.budget) == (("q_proj", "v_proj"), 20 * GIB)
+    small = question({"model": "a model", "budget": "627496B"})
+    assert dataclasses.replace(small, batch=2).budget == 627496
+    with pytest.raises(HfCkptError, match="needs a unit"):
+        question({"model": "a model", "budget": 627496})
 
 
 LIVE = ({"model": model_of()}, "predict takes no live model: give its config")
