@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hf_ckpt.spec.actions import Action
@@ -146,13 +146,7 @@ class Step:
 
     def scaled(self, factor: float) -> Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
-        return dataclasses.replace(
-            self,
-            before=_scaled(self.before, factor),
-            calls=_scaled(self.calls, factor),
-            at_backward_bytes=_scaled(self.at_backward_bytes, factor),
-            head=_scaled(self.head, factor),
-        )
+        return _combined_steps([self], [factor])
 
     def with_actions(self, other: Step, actions: Mapping[str, Action]) -> Step:
         """The same step with what another step of the same batch has shown, whose blocks had these actions."""
@@ -176,15 +170,68 @@ class Step:
         return dataclasses.replace(self, calls=tuple(calls))
 
 
-def _scaled(value: Any, factor: float) -> Any:
-    """Records of steps that were not timed, with all bytes in them multiplied by a factor and rounded up."""
-    if type(value) is int:  # but no `bool`
-        return math.ceil(value * factor)
-    if isinstance(value, tuple):
-        return tuple(_scaled(part, factor) for part in value)
-    if isinstance(value, Mapping):
-        return {key: _scaled(part, factor) for key, part in value.items()}
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    names = {field.name for field in dataclasses.fields(value)} - {"name"}  # whose number counts calls, not bytes
-    return dataclasses.replace(value, **{name: _scaled(getattr(value, name), factor) for name in names})
+def step_between(steps: Mapping[float, Step]) -> Step:
+    """The step of a batch, from steps of batches that differ from it in one length only.
+
+    Args:
+        steps: their length, as a multiple of that of the batch -> the step. All have the same calls.
+    """
+    weights = _weights(steps)
+    return _combined_steps([steps[length] for length in weights], [*weights.values()])
+
+
+def trial_between(trials: Mapping[float, Trial]) -> Trial:
+    """The same for a trial. Its backward follows from those trials that have tried it."""
+    weights = _weights(trials)
+    trial: Trial = _combined([trials[length] for length in weights], [*weights.values()])
+    tried = {length: other for length, other in trials.items() if other.backward_peak is not None}
+    if not tried or len(tried) == len(trials):
+        return trial
+    return dataclasses.replace(trial, backward_peak=trial_between(tried).backward_peak)
+
+
+def _weights(lengths: Collection[float]) -> dict[float, float]:
+    """How much what was measured at some lengths counts for the length 1.
+
+    Bytes are polynomials of the length: linear, and quadratic where attention keeps its scores. So they follow from
+    three lengths, and nearly from two. From a single one follows a bound: nothing grows more than with the square.
+    """
+    if len(lengths) == 1:
+        return {length: max(1.0, 1 / length) ** 2 for length in lengths}
+    # Outside of the measured lengths, these are the last of them and the one at the other end.
+    shorter = max((length for length in lengths if length <= 1), default=max(lengths))
+    longer = min((length for length in lengths if length >= 1), default=min(lengths))
+    if shorter == longer:
+        return {1.0: 1.0}
+    others = set(lengths) - {shorter, longer}
+    chosen = [shorter, longer, *sorted(others, key=lambda other: -abs((other - shorter) * (other - longer)))[:1]]
+    return {
+        length: math.prod((1 - other) / (length - other) for other in chosen if other != length) for length in chosen
+    }
+
+
+def _combined_steps(steps: Sequence[Step], weights: Sequence[float]) -> Step:
+    """The weighted sum of steps. What is alive outside of them does not depend on the batch."""
+    names = ("before", "calls", "at_backward_bytes", "head")
+    parts = {name: _combined([getattr(step, name) for step in steps], weights) for name in names}
+    return dataclasses.replace(steps[0], **parts)
+
+
+def _combined(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The weighted sums of the bytes in records of the same form, rounded up; None where a record has none."""
+    first = values[0]
+    if any(value is None for value in values):
+        return None
+    if type(first) is int:  # but no `bool`
+        total = sum(weight * value for weight, value in zip(weights, values, strict=True))
+        return math.ceil(round(total, 3))
+    if isinstance(first, tuple):
+        return tuple(_combined(parts, weights) for parts in zip(*values, strict=True))
+    if isinstance(first, Mapping):
+        common = [key for key in first if all(key in value for value in values)]
+        return {key: _combined([value[key] for value in values], weights) for key in common}
+    if not dataclasses.is_dataclass(first) or isinstance(first, type):
+        return first
+    names = {field.name for field in dataclasses.fields(first)} - {"name"}  # whose number counts calls, not bytes
+    parts = {name: _combined([getattr(value, name) for value in values], weights) for name in names}
+    return dataclasses.replace(first, **parts)

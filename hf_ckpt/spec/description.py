@@ -95,7 +95,10 @@ class Description:
         if self.voided:
             yield f"  measured again: {self.voided} times, because a step under its plan exceeded the budget"
         if len(self.plans) > 1:
-            yield f"  plans for batches of {len(self.plans)} sizes:"
+            predictions = [plan.prediction for plan in self.plans.values() if plan.prediction]
+            over = sum(p.budget_bytes is not None and p.peak_bytes > p.budget_bytes for p in predictions)
+            no_plan = f", for {over} of which no plan fits" if over else ""
+            yield f"  plans for batches of {len(self.plans)} sizes{no_plan}:"
             for shape, plan in self.plans.items():
                 yield f"    {shape}: {plan.summary()}; {plan.prediction or 'not predicted'}"
 

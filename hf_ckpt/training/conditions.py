@@ -60,6 +60,11 @@ class Forward:
             for (name, shape), (other_name, other_shape) in zip(self.shapes, other.shapes, strict=True)
         )
 
+    def has_form_of(self, other: Forward) -> bool:
+        """Whether both have the same tensors, for as many sequences, whatever their lengths."""
+        forms = [[(name, len(shape), shape[:1]) for name, shape in forward.shapes] for forward in (self, other)]
+        return (self.stack, self.padded) == (other.stack, other.padded) and forms[0] == forms[1]
+
     @property
     def rows_and_tokens(self) -> tuple[int, int]:
         """(sequences, tokens of each); (1, 0) for a forward without text."""
@@ -119,6 +124,19 @@ class Batch:
         if self.covers(other):
             return other.elements >= NEAR * self.elements
         return other.covers(self) and self.elements >= NEAR * other.elements
+
+    def length_of(self, other: Batch) -> float | None:
+        """The length of another batch as a multiple of that of this one, if they differ in nothing else."""
+        pairs: set[tuple[int, int]] = set()
+        for forward, another in itertools.zip_longest(self.forwards, other.forwards):
+            if forward is None or another is None or not forward.has_form_of(another):
+                return None
+            for (_, shape), (_, other_shape) in zip(forward.shapes, another.shapes, strict=True):
+                pairs.update(zip(shape, other_shape, strict=True))
+        ratios = {max(1, theirs) / max(1, own) for own, theirs in pairs if own != theirs}
+        if (self.state, self.has_gradients) != (other.state, other.has_gradients) or len(ratios) > 1:
+            return None
+        return ratios.pop() if ratios else 1.0
 
     def __str__(self) -> str:
         sizes = dict.fromkeys(forward.rows_and_tokens for forward in self.forwards)

@@ -23,15 +23,21 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
-from hf_ckpt.costs.steps import Call, CallName, Step, Trial
+from hf_ckpt.costs.steps import Call, CallName, Step, Trial, step_between, trial_between
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.models.blocks import FoundBlocks
-from hf_ckpt.spec.actions import FULL_SELECTIVE, SELECTIVE, Action
-from hf_ckpt.training.conditions import Batch
+from hf_ckpt.spec.actions import COMPILED, FULL_SELECTIVE, SELECTIVE, Action
+from hf_ckpt.training.conditions import NEAR, Batch
 
 TIMED_STEPS = 2
 """Steps whose times are read. Blocks take turns with the actions in them, so that no action is timed in one place of
 the step only."""
+
+
+LENGTHS = 3
+"""Lengths that are measured: bytes at all others follow from them, see `steps.step_between`."""
+APART = 0.95
+"""Lengths of at least this share of another one are not measured to tell more than it."""
 
 
 class Kind(NamedTuple):
@@ -54,6 +60,10 @@ class Times(NamedTuple):
     forward: int = 0
     backward: int = 0
 
+    def scaled(self, factor: float) -> Times:
+        """These times for a batch that is larger by a factor."""
+        return Times(round(self.forward * factor), round(self.backward * factor))
+
 
 class Measurements:
     """Measured steps under the action that keeps least, with what trials of others have shown in them, and times.
@@ -75,8 +85,10 @@ class Measurements:
         """Name -> block."""
         self.references: dict[Batch, Step] = {}
         """Steps in which all blocks had the action that keeps least."""
-        self.with_backwards: set[Batch] = set()
-        """Batches whose backwards under other actions were measured, too."""
+        self.tried: dict[Batch, Step] = {}
+        """Steps that have tried backwards under other actions. Only their trials count."""
+        self._by_length = all(action.tile is None and action != COMPILED for action in self.actions)
+        """Whether bytes follow from other lengths: not if blocks must run under an action, which is one more step."""
         self.kinds: dict[Any, dict[CallName, Kind]] = collections.defaultdict(dict)
         """State of the model -> call of a block -> its kind."""
         self._numbers: dict[Any, int] = {}
@@ -84,12 +96,12 @@ class Measurements:
         self.timed = 0
         """Number of timed steps since the last new kind."""
         self._call_times: dict[Pair, list[Times]] = collections.defaultdict(list)
-        """Times of the calls of each kind under each action, in timed steps of one batch size. Plans for batches of any
-        size use them: a `Race` corrects what they predict."""
+        """Times of the calls of each kind under each action, as if all timed steps had one batch size. Plans for
+        batches of any size use them: times grow as batches do, and a `Race` corrects what they predict."""
         self._other_times: list[Times] = []
         """Times of what is no call of a block, in the same steps."""
         self._timed_elements = 0
-        """Batch size of the last timed step."""
+        """That batch size; 0 before the first timed step."""
 
     # --- measured steps ---
 
@@ -100,9 +112,8 @@ class Measurements:
         self.learn_start(batch, step.start_bytes, step.outside_peak_bytes)
 
     def learn_backwards(self, batch: Batch, step: Step) -> None:
-        """Store what the backwards of a step have shown that is like the reference step of the batch."""
-        self.with_backwards.add(batch)
-        self.references[batch] = self.references[batch].with_trials(step)
+        """Store what the backwards of a step have shown."""
+        self.tried[batch] = step
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store what blocks needed that had these actions in their forward: for the `nearest` batch, whose step is the
@@ -126,25 +137,23 @@ class Measurements:
 
     def learn_times(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store the times of a step in which some blocks had these actions."""
-        if batch.elements != self._timed_elements:  # times of different sizes have no median
-            self._call_times.clear()
-            self._other_times.clear()
-        self._timed_elements = batch.elements
+        self._timed_elements = self._timed_elements or max(1, batch.elements)
+        factor = 1 / self._growth(batch)
         self.timed += 1
         between = sum(call.until_next.nanoseconds for call in step.calls)
         head = sum(part.nanoseconds for part in step.head)
-        self._other_times.append(Times(step.before.nanoseconds + between, head))
+        self._other_times.append(Times(step.before.nanoseconds + between, head).scaled(factor))
         for call in step.calls:
             kind = self.kinds[batch.state].get(call.name)
             if kind is not None:
                 backward = 0 if call.backward is None else call.backward.nanoseconds
                 action = actions.get(call.name[0], self.least)
-                self._call_times[kind, action].append(Times(call.forward.nanoseconds, backward))
+                self._call_times[kind, action].append(Times(call.forward.nanoseconds, backward).scaled(factor))
 
     def forget_steps(self) -> None:
         """Forget all measured steps, but not the times: more is alive beside them from now on."""
         self.references.clear()
-        self.with_backwards.clear()
+        self.tried.clear()
 
     def _add_kinds(self, batch: Batch, step: Step) -> None:
         """Assign a kind to every new call."""
@@ -183,19 +192,60 @@ class Measurements:
         return max(near, key=lambda other: other.elements, default=None)
 
     def bound(self, batch: Batch) -> Step:
-        """Return a bound for the step of a batch that has a `nearest` one.
+        """Return the step of a batch that has a `nearest` one, or a bound for it.
 
-        The step of a smaller batch is scaled as attention grows, with the square of its length. Everything else in a
-        block grows less.
+        It follows from the steps of batches with other lengths, if there are any, or else from the nearest batch: what
+        a smaller one needs is scaled as attention grows, with the square of its length. Everything else in a block
+        grows less.
         """
-        nearest = self.nearest(batch)
-        assert nearest is not None
-        step = self.references[nearest]
-        return step if nearest.covers(batch) else step.scaled(batch.growth(nearest) ** 2)
+        steps = self._beside(batch, self.references)
+        tried = self._beside(batch, self.tried)
+        if not steps:
+            nearest = self.nearest(batch)
+            assert nearest is not None
+            factor = 1.0 if nearest.covers(batch) else batch.growth(nearest)
+            steps = {length / factor: step for length, step in self._beside(nearest, self.references).items()}
+            tried = {length / factor: step for length, step in self._beside(nearest, self.tried).items()}
+        calls = []
+        step = step_between(steps)
+        for call in step.calls:
+            trials = collections.defaultdict[Action, dict[float, Trial]](dict)
+            for length, other in (*steps.items(), *tried.items()):
+                same_call = other[call.name]
+                for action, trial in () if same_call is None else same_call.trials.items():
+                    trials[action][length] = trial
+            shown = {action: trial_between(of_action) for action, of_action in trials.items()}
+            calls.append(dataclasses.replace(call, trials=shown))
+        return dataclasses.replace(step, calls=tuple(calls))
+
+    def _beside(self, batch: Batch, steps: Mapping[Batch, Step]) -> dict[float, Step]:
+        """Measured steps that tell what a batch needs: their length, as a multiple of that of the batch -> the step.
+
+        All of them have the calls of the one whose length is nearest.
+        """
+        if not self._by_length:
+            return {1.0: steps[batch]} if batch in steps else {}
+        found = {length: step for other, step in steps.items() if (length := batch.length_of(other)) is not None}
+        if not found:
+            return {}
+        form = _form(found[min(found, key=lambda length: abs(math.log(length)))])
+        return {length: step for length, step in found.items() if _form(step) == form}
+
+    def lacks_forwards(self, batch: Batch) -> bool:
+        """Whether the step of a batch must be measured: the first ones of a length, and those much longer or shorter
+        than all others."""
+        lengths = self._beside(batch, self.references)
+        if not lengths:
+            return self.nearest(batch) is None
+        return _tells_more(lengths) or not NEAR * min(lengths) <= 1 <= max(lengths) / NEAR
 
     def lacks_backwards(self, batch: Batch) -> bool:
-        """Whether the batch has a reference step of its own, but its backwards were not measured."""
-        return batch not in self.with_backwards and batch in self.references and self.nearest(batch) == batch
+        """Whether backwards must be tried at the length of the batch, whose forwards are known."""
+        return bool(self._beside(batch, self.references)) and _tells_more(self._beside(batch, self.tried))
+
+    def follows(self, batch: Batch) -> bool:
+        """Whether the step of a batch follows from enough others, as exactly as if it had been measured."""
+        return len(self._beside(batch, self.references)) >= LENGTHS and not self.lacks_forwards(batch)
 
     # --- what to measure next ---
 
@@ -225,7 +275,7 @@ class Measurements:
         keeps.
         """
         tries: dict[str, Tries] = {}
-        for calls in self._calls_of_kinds(batch, self.references[batch]).values():
+        for calls in self._calls_of_kinds(batch, self.bound(batch)).values():
             blocks = list(dict.fromkeys(call.name[0] for call in reversed(calls)))
             shown = {action for call in calls for action in call.trials}
             missing = tuple(action for action in self._tried_actions if action not in shown)
@@ -322,18 +372,23 @@ class Measurements:
 
     def _timed(self, batch: Batch, step: Step) -> Step:
         """A step with the times of such calls in timed steps; all that runs between calls counts before them."""
+        growth = self._growth(batch)
         calls = []
         for call in step.calls:
-            spent = self._times_of(self.kinds[batch.state][call.name], self.least)
+            spent = self._times_of(self.kinds[batch.state][call.name], self.least).scaled(growth)
             forward = dataclasses.replace(call.forward, nanoseconds=spent.forward)
             backward = call.backward and dataclasses.replace(call.backward, nanoseconds=spent.backward)
             until_next = dataclasses.replace(call.until_next, nanoseconds=0)
             calls.append(dataclasses.replace(call, forward=forward, until_next=until_next, backward=backward))
-        others = _median(self._other_times)
+        others = _median(self._other_times).scaled(growth)
         before = dataclasses.replace(step.before, nanoseconds=others.forward)
         forward, backward = step.head
         head = dataclasses.replace(forward, nanoseconds=0), dataclasses.replace(backward, nanoseconds=others.backward)
         return dataclasses.replace(step, before=before, calls=tuple(calls), head=head)
+
+    def _growth(self, batch: Batch) -> float:
+        """How many times as large a batch is as the one whose times are stored."""
+        return max(1, batch.elements) / self._timed_elements if self._timed_elements else 1.0
 
     def _choices(self, call: Call, shown: dict[Action, Trial], may_keep_least: bool) -> dict[Action, Trial]:
         """What a call needs under every action that it may have, of those that trials have shown and the least."""
@@ -367,7 +422,7 @@ class Measurements:
                     trial = dataclasses.replace(trial, backward_peak=of_equal.backward_peak)
                 # Forwards have the same time under every action. Only sums matter to a plan, so the backward has the
                 # difference.
-                least = self._times_of(kind, self.least)
+                least = self._times_of(kind, self.least).scaled(self._growth(batch))
                 backward = round(shares.get((kind, action), 1.0) * sum(least)) - least.forward
                 shown[kind, action] = dataclasses.replace(trial, backward_nanoseconds=max(0, backward))
         return shown
@@ -399,6 +454,16 @@ class Measurements:
                 for kind in self._all_kinds():
                     shares.setdefault((kind, action), statistics.fmean(others))
         return shares
+
+
+def _form(step: Step) -> list[tuple[CallName, bool]]:
+    """The calls of a step, and which of them have a backward."""
+    return [(call.name, call.backward is None) for call in step.calls]
+
+
+def _tells_more(lengths: Collection[float]) -> bool:
+    """Whether to measure the length 1, too, for what is known of these lengths."""
+    return len(lengths) < LENGTHS and not any(APART <= length <= 1 / APART for length in lengths)
 
 
 def _median(times: Collection[Times]) -> Times:

@@ -53,7 +53,7 @@ from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.forecast.devices import this_device
-from hf_ckpt.logs import tell, warn_once
+from hf_ckpt.logs import tell
 from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
@@ -232,6 +232,10 @@ class Session:
         """`Installation.passes` when the last measured step ended."""
         self._chunks_help = False
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
+        self._told: frozenset[Action] = frozenset()
+        """The actions of the last plan that the user was told of."""
+        self._has_warned = False
+        """Whether the user was told that no plan fits."""
         self.entered: Entered | None = None
         """The plans that race, or that have raced."""
 
@@ -375,7 +379,7 @@ class Session:
             # A larger batch checks its plan with a step of its own, which needs more than this one.
             is_checked=serving is not None
             and not self._peaks.is_due
-            and (serving.batch != batch or serving.measured_bytes is not None),
+            and (serving.batch != batch or serving.phase is Phase.PLAN or serving.measured_bytes is not None),
         )
         phase = phase_of(progress)
         if phase is Phase.WARM_UP:
@@ -395,7 +399,7 @@ class Session:
         in_forward = self._least == COMPILED
         tries: Mapping[str, Tries] = {}
         actions = NO_ACTIONS
-        is_first = measurements.nearest(batch) is None
+        is_first = measurements.lacks_forwards(batch)
         if is_first:
             tries = {} if in_forward else measurements.forwards_to_try(batch)
         elif measurements.lacks_backwards(batch) and not in_forward:
@@ -431,6 +435,13 @@ class Session:
         they need no more than that.
         """
         return max(self._limit_bytes, self._measurements.costs(batch).peak({}))
+
+    def _needs_check(self, batch: Batch) -> bool:
+        """Whether to measure the first step under the plan of a batch: not if a plan was measured of one that differs
+        only in its length, and enough lengths were measured to predict all others."""
+        checked = [other for other, planned in self.plans.items() if planned.measured_bytes is not None]
+        is_like_them = any(batch.length_of(other) is not None for other in checked)
+        return not (is_like_them and self._measurements.follows(batch))
 
     def _covering(self, batch: Batch) -> Planned | None:
         """The plan of the smallest batch that covers this one and is hardly larger; None without one."""
@@ -685,13 +696,18 @@ class Session:
         prediction = dataclasses.replace(winner.plan.prediction, step_seconds=winner.seconds, budget_bytes=limit_bytes)
         plan = dataclasses.replace(winner.plan, prediction=prediction)
         is_over = bool(entered.hints)
-        planned = Planned(entered.batch, limit_bytes, plan, is_over, Phase.CHECK)
+        phase = Phase.CHECK if self._needs_check(entered.batch) else Phase.PLAN
+        planned = Planned(entered.batch, limit_bytes, plan, is_over, phase)
         self.plans[entered.batch] = planned
         text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
-        tell(text, self._name, entered.batch, self._spec.policy, plan.summary(), prediction, self.measured_steps)
-        if is_over:
-            warn_once(
-                log,
+        kinds = frozenset(action for _, action in plan.actions)
+        # With batches of many lengths, each has a plan, but most differ only in how many blocks have which action.
+        say = log.debug if kinds == self._told else tell
+        say(text, self._name, entered.batch, self._spec.policy, plan.summary(), prediction, self.measured_steps)
+        self._told = kinds
+        if is_over and not self._has_warned:
+            self._has_warned = True
+            log.warning(
                 "hf_ckpt: no plan fits into %s (%s). Such batches get the fastest plan near the lowest peak, %s. What "
                 "would lower it: %s",
                 format_bytes(limit_bytes),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_ckpt.costs.costs import step_nanoseconds, timeline
-from hf_ckpt.costs.steps import Call, Part, Trial
+from hf_ckpt.costs.steps import Call, Part, Trial, trial_between
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
@@ -207,6 +207,23 @@ def test_a_smaller_batch_tells_what_a_larger_one_needs():
     known = measured(small, batch_of(80))
     real = step_of(large.levels([FULL, KEEP, FULL, FULL])).peak_bytes
     assert real <= known.costs(batch_of(100)).peak({"b1": KEEP}) <= 1.3 * real
+
+
+@pytest.mark.parametrize("length", [0.5, 0.7, 1.0, 1.1])
+def test_bytes_at_a_length_follow_from_three_others(length):
+    """Whether they grow with the length or its square. A single length gives a bound."""
+
+    def trial(length, backward=True):
+        scores = round(40_000 * length**2)
+        return Trial(9000 + scores, round(7000 * length), 50, scores + 30 if backward else None, round(1000 * length))
+
+    known = {other / length: trial(other) for other in (0.6, 0.8, 1.0)}
+    assert trial_between(known) == trial(length)
+    assert trial_between({**known, 0.9 / length: trial(0.9, backward=False)}) == trial(length)
+    for other in (0.6, 1.2):
+        bound = trial_between({other / length: trial(other)})
+        assert bound.kept >= trial(length).kept
+        assert bound.backward_peak >= trial(length).backward_peak
 
 
 @pytest.mark.parametrize("resident", [False, True])
