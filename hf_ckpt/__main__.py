@@ -31,10 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0 when the script has ended, and 2 if there is no such script or the spec is invalid. Exceptions of the
     script pass through, including a `SystemExit` with a code.
     """
-    arguments = _parser().parse_args(argv)
-    if arguments.words[0] == "--":
-        del arguments.words[0]
-    arguments.script, *arguments.args = arguments.words
+    arguments = _parse(argv)
     script = Path(arguments.script)
     if not (arguments.module or script.is_file() or (script / "__main__.py").is_file()):
         print(f"hf_ckpt: there is no script {arguments.script!r}", file=sys.stderr)
@@ -129,7 +126,8 @@ def _say_if_unused(enable_calls: int, arguments: argparse.Namespace) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, the script or module, and its arguments exactly as they were given."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_ckpt",
         description="Run an unmodified training script with hf_ckpt hooked into every Hugging Face model of it.",
@@ -149,7 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     # In one list, because argparse takes a `--` away that follows a positional argument by itself.
     text = "path of the script, or name of the module with -m, and its arguments"
     parser.add_argument("words", nargs=argparse.PARSER, metavar="script", help=text)
-    return parser
+    arguments = parser.parse_args(argv)
+    if arguments.words[0] == "--":
+        del arguments.words[0]
+    arguments.script, *arguments.args = arguments.words
+    return arguments
 
 
 if __name__ == "__main__":
