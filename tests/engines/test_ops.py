@@ -167,7 +167,15 @@ def test_a_row_makes_the_same_bits(name, dtype, monkeypatch):
     assert used, f"the row {node} was not used"
 
 
+def _gated(x, reorder):
+    """As in squeeze and excitation. A mean over channels that are apart in memory adds them in another order."""
+    images = x.view(2, 4, 4, 8)
+    return torch.exp(reorder(images, memory_format=torch.channels_last).mean((2, 3), keepdim=True) * SCALE) * images
+
+
 STAY = {
+    "a mean of a copy in an order that no node shows": lambda x: _gated(x, torch.clone),
+    "a mean of a cast to such an order": lambda x: _gated(x, torch.Tensor.to),
     "an operation without a row": lambda x: x.abs().pow(SCALE),
     "a sum in place of two types": lambda x: functional.silu((x * 2.0).add_(x.float() * 0.7)),
     "dropout in eval mode": lambda x: torch.native_dropout(functional.silu(x), 0.3, False)[0] * functional.mish(x),

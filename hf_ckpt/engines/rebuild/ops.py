@@ -17,11 +17,13 @@ import torch
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.rebuild.values import Stored, read
+from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, View, read
 
 LINEAR = "linear"
 ATTENTION = "attention"
 """The classes of operations that `save` may name. They are expensive to run again."""
+REDUCTION = "reduction"
+"""The class of operations that add in the order of memory, and so need operands with the strides of the forward."""
 VIEW = "view"
 """The class of operations that return a view of their operand."""
 
@@ -112,7 +114,24 @@ def _typed(prepare: Callable[[Any, Any], Function]) -> Prepare:
     return prepare_typed
 
 
-def _cast(node: Any, metadata: Any) -> Function:
+def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def has_its_strides(value: Any) -> bool:
+    """Whether a value is rebuilt with the strides of the forward. A copy may have others, unless autograd saved it."""
+    if type(value) is View:
+        return has_its_strides(value.of)
+    if type(value) is not Rebuilt or value.layout is not None:
+        return True
+    return value.operation is not _contiguous_copy and all(map(has_its_strides, value.operands))
+
+
+def _cast(node: Any, metadata: Any) -> Function | None:
+    source, number = node.next_functions[0]
+    before = source._input_metadata[number]
+    if before.dtype == metadata.dtype and before.device == metadata.device:
+        return None  # `to(memory_format=...)`: the node does not show which
     return operator.methodcaller("to", device=metadata.device, dtype=metadata.dtype)
 
 
@@ -335,10 +354,10 @@ OPS: dict[str, Op] = {
     **{name: Op(VIEW, prepare, several=True) for name, prepare in PARTS.items()},
     "ToCopyBackward0": Op("cast", _cast),
     # The node does not say which memory format was wanted; `Rebuilt.value` restores other strides.
-    "CloneBackward0": Op("copy", _plainly(lambda x: x.clone(memory_format=torch.contiguous_format))),
+    "CloneBackward0": Op("copy", _plainly(_contiguous_copy)),
     "CatBackward0": Op("copy", _cat),
     "IndexBackward0": Op("copy", _index, reads_tensors=True),
-    "MeanBackward1": Op("reduction", _mean),
+    "MeanBackward1": Op(REDUCTION, _mean),
     "NativeDropoutBackward0": Op("dropout", _native_dropout, extra=("result1",)),
     "EmbeddingBackward0": Op("embedding", _embedding, reads_tensors=True),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),

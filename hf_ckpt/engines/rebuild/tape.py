@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
-from hf_ckpt.engines.rebuild.ops import ATTENTION, LINEAR, VIEW, Op
+from hf_ckpt.engines.rebuild.ops import ATTENTION, LINEAR, REDUCTION, VIEW, Op, has_its_strides
 from hf_ckpt.engines.rebuild.values import Inside, Layout, Rebuilt, Replay, Stored, Value, View, Work, read
 from hf_ckpt.engines.seen import Kept, Seen, version_of
 from hf_ckpt.logs import warn_once
@@ -83,6 +83,8 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         tape.gathered += [weight.untyped_storage() for weight in module._parameters.values() if weight is not None]
     if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
         source = tape.value_of(args[0])
+        if type(source) is not Kept and not has_its_strides(source):
+            return
         tape.replay = Replay(tape.work, module, source, args[0], stay=tape.region.parameters_stay)
 
 
@@ -366,6 +368,8 @@ class Tape:
             if operand is None:
                 return None
             operands.append(operand)
+        if row.op_class == REDUCTION and not all(map(has_its_strides, operands)):
+            return None
         metadata = node._input_metadata[number]
         # Constants are read now, because a value must not hold the node: it may be saved by that very node.
         operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
