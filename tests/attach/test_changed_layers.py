@@ -82,7 +82,11 @@ def functions(model):
 CASES = [*(("full", change) for change in CHANGES), ("selective", appended), ("selective", moved_in)]
 
 
-@pytest.mark.parametrize(("spec", "change"), [*CASES, (BUDGET, replaced), (BUDGET, appended)], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "change"),
+    [*CASES, (BUDGET, replaced), (BUDGET, appended)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_the_plan_is_put_on_the_layers_that_the_model_has(spec, change):
     """From the next forward on. What was replaced is freed, and copies of planned blocks keep nothing of the plan."""
     plain, model = tiny_model("llama"), planned(tiny_model("llama"), spec)
