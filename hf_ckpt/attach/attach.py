@@ -104,6 +104,8 @@ def detach(model: nn.Module) -> None:
     if record is None:
         return
     take_off(base, record)
+    if record.session is not None:
+        record.session.close()
     modules = dict(plain_modules(base))
     for name, values in record.originals.items():
         if name in modules:  # blocks may have been deleted since
@@ -129,6 +131,7 @@ def _begin_anew(record: Installation) -> None:
     """Forget what was measured, found and counted under another spec, or on other blocks."""
     if record.session is not None:
         record.session.stop(record)
+        record.session.close()
     record.session = None
     record.watch = None
     record.heads = ChunkCalls()

@@ -50,6 +50,9 @@ class Session(Protocol):
     def stop(self, record: Installation) -> None:
         """Stop measuring."""
 
+    def close(self) -> None:
+        """End what a pause does not end."""
+
 
 class Watch(Protocol):
     """Checks blocks while they train: `training.watch.Watch`."""

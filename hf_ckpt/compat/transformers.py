@@ -210,6 +210,10 @@ def makes_inputs_require_gradients(hook: object) -> bool:
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
 
 
+ATTENTION = "_attn_implementation_internal"
+"""Attribute of configs with the attention that modules call. The property without `_internal` takes a Python call."""
+
+
 def is_filled(value: Any) -> bool:
     """Whether a cache argument holds anything: keys and values, or states of linear attention. Also True if unknown.
 

@@ -94,6 +94,8 @@ class Call:
     """Its backward, and what runs between it and the next boundary. None for a call without one."""
     trials: Mapping[Action, Trial] = dataclasses.field(default_factory=dict)
     """What it would keep and need under other actions."""
+    records_graph: bool = True
+    """Whether its output requires gradients. If so, a call without a backward holds what its action keeps."""
 
     def as_it_ran(self) -> Trial:
         """What it keeps and needs as it ran, usually under `full`, beside what `full` keeps."""

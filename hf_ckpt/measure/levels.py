@@ -179,6 +179,7 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
         if next_place != first_backward:
             until_next = part_of(levels, place + 1, next_place)
         call = Call(name, levels[place].has_graph, part_of(levels, place, place + 1), until_next, None)
+        call = dataclasses.replace(call, records_graph=levels[place + 1].has_graph)
         if name in backwards:
             call = _with_backward(call, levels, backwards[name])
         calls.append(call)

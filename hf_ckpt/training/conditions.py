@@ -206,6 +206,8 @@ class ModelState:
         self._addresses: list[int] = []
         """The addresses of what is in them."""
         self._parameters: list[nn.Parameter] = []
+        self._configs: list[Any] = []
+        """The configs of its modules, each once."""
         self._versions: list[int] = []
         """The versions of gradients when the step began."""
         self._numbers: dict[Any, int] = {}
@@ -220,7 +222,10 @@ class ModelState:
         # Sharded parameters are gathered and freed in every step. `attrgetter` and `map` run without Python calls.
         names = ("requires_grad",) if self.is_sharded else ("requires_grad", "nbytes")
         autocast_dtype = compat.devices.autocast_dtype(self._device_type)
-        state = autocast_dtype, tuple(map(operator.attrgetter(*names), self._parameters))
+        # Blocks in eval mode are not checkpointed, and eager attention saves more than others.
+        modes = tuple(map(operator.attrgetter("training"), self._modules))
+        attention = tuple(map(operator.attrgetter(compat.transformers.ATTENTION), self._configs))
+        state = autocast_dtype, tuple(map(operator.attrgetter(*names), self._parameters)), modes, attention
         is_new = bool(self._numbers) and state not in self._numbers
         self.present = autocast_dtype, self._numbers.setdefault(state, len(self._numbers))
         return is_new
@@ -251,6 +256,9 @@ class ModelState:
         self._boxes = [vars(module)[box] for module in modules for box in ("_modules", "_parameters")]
         self._addresses = self._read_addresses()
         self._parameters = list(base.parameters())
+        configs = [vars(module).get("config") for module in modules]
+        configs = [config for config in configs if hasattr(config, compat.transformers.ATTENTION)]
+        self._configs = list({id(config): config for config in configs}.values())
 
 
 class OptimizerStates:
@@ -264,6 +272,8 @@ class OptimizerStates:
         """The optimizers that have stepped."""
         self._has_new = False
         """Whether an optimizer has stepped for the first time since `have_grown` was last called."""
+        self._sizes: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
+        """Optimizers that have stepped since `have_grown` was last called, and the sizes of their states before."""
         self.has_stepped = False
         """Whether an optimizer has stepped since this was last set."""
         self._bytes = 0
@@ -286,7 +296,10 @@ class OptimizerStates:
 
     def have_grown(self, base: nn.Module, devices: Collection[torch.device]) -> bool:
         """Whether optimizers of the model hold more than when this was last asked: from now on steps hold it, too."""
-        if not self._has_new:
+        sizes = self._sizes.values()
+        have_more = any(len(optimizer.state) != size for ref, size in sizes if (optimizer := ref()) is not None)
+        self._sizes.clear()
+        if not (self._has_new or have_more):
             return False
         self._has_new = False
         before = self._bytes
@@ -295,6 +308,8 @@ class OptimizerStates:
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.has_stepped = True
+        # Later steps may add to the state, too: of a group that was added, or once `momentum` is set.
+        self._sizes.setdefault(id(optimizer), (weakref.ref(optimizer), len(optimizer.state)))
         # The step that follows makes the state. It is too early to read it, so the next batch does.
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)

@@ -175,7 +175,8 @@ class Measurements:
         module = self.modules[block]
         # A frozen weight saves other tensors than a trained one. The types of modules also tell activations apart.
         parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
-        same = parameters, tuple(map(type, module.modules())), batch.state[0], self.fixed.get(block)
+        # Blocks in eval mode run as they are, whatever their action is.
+        same = parameters, tuple(map(type, module.modules())), batch.state[0], self.fixed.get(block), module.training
         return self._numbers.setdefault(same, len(self._numbers))
 
     # --- measured batches that are like others ---
@@ -246,6 +247,11 @@ class Measurements:
     def follows(self, batch: Batch) -> bool:
         """Whether the step of a batch follows from enough others, as exactly as if it had been measured."""
         return len(self._beside(batch, self.references)) >= LENGTHS and not self.lacks_forwards(batch)
+
+    @staticmethod
+    def blocks_with_backward(step: Step) -> list[str]:
+        """The blocks of which a call has a backward, in the order of their forwards."""
+        return [call.name[0] for call in step.calls if call.backward is not None]
 
     # --- what to measure next ---
 
@@ -362,7 +368,8 @@ class Measurements:
         for call in step.calls:
             kind = self.kinds[batch.state][call.name]
             of_kind = {action: shown[kind, action] for action in allowed if (kind, action) in shown}
-            trials[call.name] = self._choices(call, of_kind, self.least in allowed)
+            has_backward = call.name[0] in self.blocks_with_backward(step)
+            trials[call.name] = self._choices(call, of_kind, self.least in allowed, has_backward)
         costs = costs_of_step(step, [self.blocks[name] for name, _ in step.names], trials, self.actions)
         return dataclasses.replace(
             costs,
@@ -392,9 +399,17 @@ class Measurements:
 
     def _choices(self, call: Call, shown: dict[Action, Trial], may_keep_least: bool) -> dict[Action, Trial]:
         """What a call needs under every action that it may have, of those that trials have shown and the least."""
+
+    def _choices(
+        self, call: Call, shown: dict[Action, Trial], may_keep_least: bool, has_backward: bool
+    ) -> dict[Action, Trial]:
+        """What a call needs under every action that it may have, of those that trials have shown and the least.
+        `has_backward` tells whether any call of its block has one, since all of them get the same action."""
         block = call.name[0]
-        if block in self.fixed or call.backward is None:  # without a backward nothing is recomputed: that is `keep`
+        if block in self.fixed or not (call.backward or call.records_graph):  # nothing is saved: that is `keep`
             return {self.fixed.get(block, self.actions[0]): call.as_it_ran()}
+        if call.backward is None and not has_backward:  # it holds what it keeps, and is never recomputed
+            return {self.least: call.as_it_ran()}
         if may_keep_least or not shown:
             return {**shown, self.least: call.as_it_ran()}
         return shown

@@ -153,6 +153,11 @@ class Recorder:
         """Whether the backward of the step has ended."""
         return self.levels.last == "end"
 
+    @property
+    def had_backward(self) -> bool:
+        """Whether a block had a backward."""
+        return any(level.what == "backward" for level in self.levels.levels())
+
     def stop(self) -> None:
         """Stop measuring."""
         self._end()
@@ -309,6 +314,9 @@ class Session:
         self._drop()
         self.before_others()
         self._peaks.notice()
+
+    def close(self) -> None:
+        """End what outlives a pause of the plan: an optimizer may step in it."""
         self._optimizers.stop()
 
     def lower_limit(self) -> str | None:
@@ -507,8 +515,9 @@ class Session:
         modules = compat.compiler.outside_graphs(running, self._measurements.modules)
         if planned.phase is Phase.RACE:
             # Only the begin and the end of the step count, so that one block is enough to see its backward. That of the
-            # last block comes first.
-            modules = dict(list(modules.items())[-1:])
+            # last block that has one comes first.
+            last = self._measurements.blocks_with_backward(self._measurements.bound(planned.batch))[-1]
+            modules = {name: module for name, module in modules.items() if name == last}
         if planned.phase in (Phase.TIME, Phase.RACE):
             levels = Levels(clock=DeviceClock(self._devices))
         else:
@@ -554,7 +563,7 @@ class Session:
         if step is None:
             if saves_nothing(recorder.levels.levels()):
                 self._keep_all()
-            else:
+            elif recorder.had_backward or self._optimizers.has_stepped:  # else it was no step, but a forward
                 self._failed()
             return None
         self._failures = 0

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import itertools
 import logging
 import pickle
@@ -318,6 +319,74 @@ def test_irregular_steps_all_the_time_do_not_keep_the_plan_away(kind, every):
         plans.append(loop.has_plan)
     assert any(plans[-2:])
     assert not dispatch_modes()
+
+
+def joins(loop):
+    (loop.loss() + loop.loss()).backward()
+    loop.clear()
+
+
+def fails_once_in_a_pair(loop):
+    """A second forward raises, the first one's loss is trained, and then weights are frozen."""
+    first = loop.loss()
+    fails(loop, "forward")
+    first.backward()
+    loop.clear()
+    loop.model.model.layers[0].requires_grad_(False)
+    loop.step()
+
+
+def adds_a_group(loop):
+    loop.optimizer.add_param_group({"params": [loop.model.lm_head.weight]})
+    loop.step()
+
+
+NOTICED = {
+    "a second forward": joins,
+    "an error, then frozen weights": fails_once_in_a_pair,
+    "a group of the optimizer": adds_a_group,
+    "lower blocks in eval mode": lambda loop: loop.model.model.layers[:2].eval(),
+    "attention": lambda loop: loop.model.set_attn_implementation("sdpa"),
+}
+
+
+@pytest.mark.parametrize("change", NOTICED)
+def test_what_a_plan_depends_on_is_noticed_in_the_next_step(change):
+    loop = Loop()
+    loop.model.lm_head.weight = torch.nn.Parameter(loop.model.lm_head.weight.detach().clone())  # not tied
+    others = [p for p in loop.model.parameters() if p is not loop.model.lm_head.weight]
+    loop.optimizer = torch.optim.AdamW(others, lr=0.0)
+    while current(loop.model) is None or current(loop.model).phase is not Phase.PLAN:
+        loop.step()
+    NOTICED[change](loop)
+    joins(loop) if change == "a second forward" else loop.step()
+    assert current(loop.model).phase is Phase.MEASURE
+
+
+def test_the_state_of_an_optimizer_that_steps_while_the_plan_is_off_is_counted():
+    hooks = importlib.import_module("torch.optim.optimizer")._global_optimizer_pre_hooks
+    before = [*hooks]
+    loop = Loop()
+    for _ in range(STEPS + 12):
+        loop.loss().backward()
+        with hf_ckpt.paused(loop.model):
+            loop.clear()
+    state_bytes = sum(value.nbytes for state in loop.optimizer.state.values() for value in state.values())
+    assert always_held(loop.model) > state_bytes + sum(parameter.nbytes for parameter in loop.model.parameters())
+    hf_ckpt.uninstall(loop.model)
+    assert [*hooks] == before
+
+
+def test_blocks_above_an_early_exit_keep_nothing():
+    """The loss is on hidden states within the model. The graph of the others stays, as a variable holds the output."""
+    loop = Loop()
+    for _ in range(PLANNED):
+        output = loop.model(**without_cache(loop.model, loop.batch), output_hidden_states=True)
+        output.hidden_states[2].square().mean().backward()
+        loop.clear()
+    assert current(loop.model).phase is Phase.PLAN
+    plan = [action for _, action in hf_ckpt.describe(loop.model).plan.actions]
+    assert plan == [KEEP, KEEP, FULL, FULL]
 
 
 CHANGES = {
