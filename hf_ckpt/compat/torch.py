@@ -481,6 +481,11 @@ def _exchange_modes(mode: TorchDispatchMode, below: list[TorchDispatchMode]) -> 
             gc.enable()
 
 
+def is_dispatch_mode_on(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode sees the operations of this thread."""
+    return mode in _modes_on()
+
+
 def is_seen_by_modes() -> bool:
     """Whether an active dispatch mode must see every operation, so that torch.compile compiles nothing."""
     # Modes of torch that measure or log declare that they need not see what a graph does inside.

@@ -109,12 +109,16 @@ class Levels:
         self._clock = clock
         self._marked: list[tuple[Level, Any]] = []
         """Each boundary with its time stamp."""
+        self.is_blind = False
+        """Whether the backward ended in a thread that the reader does not see."""
 
     def mark(
         self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None, freed: Freed = NOTHING
     ) -> None:
         """Record a boundary; see `Level`. `attach.boundaries` lets only one thread at a time call it."""
         alive_bytes, peak_bytes = (0, 0) if self.reader is None else self.reader.read()
+        if what == "end" and self.reader is not None:
+            self.is_blind = not self.reader.sees_this_thread()
         stamp = None if self._clock is None else self._clock.stamp()
         self._marked.append((Level(what, block, has_graph, alive_bytes, peak_bytes, 0, action, freed), stamp))
 

@@ -30,6 +30,10 @@ class Reader(abc.ABC):
     def start(self) -> None:  # noqa: B027
         """Begin to read, or go on after `stop`. An allocator always counts, so there is nothing to do."""
 
+    def sees_this_thread(self) -> bool:
+        """Whether it counts what this thread allocates, as an allocator does."""
+        return True
+
     def stop(self) -> None:  # noqa: B027
         """Stop reading. An allocator always counts, so there is nothing to do."""
 
@@ -105,6 +109,10 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         self._running = False
         compat.torch.unwatch_resizes(self.count_storage)
         compat.torch.leave_dispatch_mode(self)
+
+    def sees_this_thread(self) -> bool:
+        """Whether it counts what this thread allocates: a backward may run in another one than the forward."""
+        return not self._running or compat.torch.is_dispatch_mode_on(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and compat.torch.is_any_wrapper(types):

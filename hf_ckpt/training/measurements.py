@@ -397,9 +397,6 @@ class Measurements:
         """How many times as large a batch is as the one whose times are stored."""
         return max(1, batch.elements) / self._timed_elements if self._timed_elements else 1.0
 
-    def _choices(self, call: Call, shown: dict[Action, Trial], may_keep_least: bool) -> dict[Action, Trial]:
-        """What a call needs under every action that it may have, of those that trials have shown and the least."""
-
     def _choices(
         self, call: Call, shown: dict[Action, Trial], may_keep_least: bool, has_backward: bool
     ) -> dict[Action, Trial]:

@@ -51,6 +51,7 @@ from hf_ckpt.attach.boundaries import Boundaries, GraphsReference, watch_graphs
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step
+from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell
@@ -94,6 +95,8 @@ class Planned:
     """What recomputations in this step try."""
     actions: Mapping[str, Action] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """Blocks that have another action than the one that keeps least, to be measured."""
+    idle: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    """Blocks that the steps that it was made from did not call."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
     """The measured peak of its first step; None before that step, and if steps are not measured."""
 
@@ -167,7 +170,7 @@ class Recorder:
         """Return the step, with the most bytes that were alive after its end; None if it cannot be used."""
         if compat.compiler.compiled_graphs() != self._graphs:
             return None  # compiling takes time, and may take memory; the next step uses the new graphs
-        return step_of(self.levels.levels(), outside_peak_bytes)
+        return None if self.levels.is_blind else step_of(self.levels.levels(), outside_peak_bytes)
 
     def _after_optimizer(self) -> None:
         if self.has_ended:  # an optimizer that steps within the backward must not end the measurement
@@ -229,6 +232,8 @@ class Session:
         self.measured_steps = 0
         self._warm_steps = 0
         """Steps of the warm-up so far."""
+        self._idle: dict[Region, int] = {}
+        """The functions of blocks that no step called so far, which a deeper one may call, and their forwards."""
         self._graphs: GraphsReference | None = None
         """Refers to the graphs of the forwards of a step that is not measured: see `watch_graphs`."""
         self._failures = 0
@@ -279,6 +284,9 @@ class Session:
             record.functions.trials(name, tries)
         self.planned = planned
         exchange(base, record, planned.plan)
+        self._idle.clear()
+        for name in planned.idle & record.regions.keys():
+            self._idle[record.regions[name]] = record.regions[name].forwards
         if planned.phase is Phase.PLAN and not planned.over:
             self._peaks.begin()
             return
@@ -366,8 +374,8 @@ class Session:
         plans = {str(planned.batch): planned.plan for planned in in_order}
         measured_bytes = None if self.planned is None else self.planned.measured_bytes
         measuring = GAVE_UP if self.gave_up else description.measuring
-        peaks = {"measured_bytes": measured_bytes, "voided": self._peaks.voided}
-        return dataclasses.replace(description, plans=plans, measuring=measuring, **peaks)
+        described = dataclasses.replace(description, plans=plans, measuring=measuring, voided=self._peaks.voided)
+        return dataclasses.replace(described, measured_bytes=measured_bytes)
 
     # --- the phases ---
 
@@ -483,7 +491,8 @@ class Session:
 
     def _look_for_changes(self, base: nn.Module) -> None:
         """Forget what does not hold any more, because the model or its optimizers have changed."""
-        if self._optimizers.have_grown(base, self._devices):
+        run_more = bool(self._idle) and any(region.forwards > before for region, before in self._idle.items())
+        if self._optimizers.have_grown(base, self._devices) or run_more:
             self._measurements.forget_steps()
             self.plans.clear()
         if self._state.has_changed():
@@ -706,7 +715,9 @@ class Session:
         plan = dataclasses.replace(winner.plan, prediction=prediction)
         is_over = bool(entered.hints)
         phase = Phase.CHECK if self._needs_check(entered.batch) else Phase.PLAN
-        planned = Planned(entered.batch, limit_bytes, plan, is_over, phase)
+        called = {name for name, _ in self._measurements.bound(entered.batch).names}
+        idle = frozenset(self._measurements.blocks.keys() - called)
+        planned = Planned(entered.batch, limit_bytes, plan, is_over, phase, idle=idle)
         self.plans[entered.batch] = planned
         text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
         kinds = frozenset(action for _, action in plan.actions)

@@ -346,6 +346,7 @@ NOTICED = {
     "an error, then frozen weights": fails_once_in_a_pair,
     "a group of the optimizer": adds_a_group,
     "lower blocks in eval mode": lambda loop: loop.model.model.layers[:2].eval(),
+    "more blocks": lambda loop: (setattr(loop.model.config, "num_hidden_layers", 4), loop.step()),
     "attention": lambda loop: loop.model.set_attn_implementation("sdpa"),
 }
 
@@ -356,6 +357,7 @@ def test_what_a_plan_depends_on_is_noticed_in_the_next_step(change):
     loop.model.lm_head.weight = torch.nn.Parameter(loop.model.lm_head.weight.detach().clone())  # not tied
     others = [p for p in loop.model.parameters() if p is not loop.model.lm_head.weight]
     loop.optimizer = torch.optim.AdamW(others, lr=0.0)
+    loop.model.config.num_hidden_layers = 2 if change == "more blocks" else 4
     while current(loop.model) is None or current(loop.model).phase is not Phase.PLAN:
         loop.step()
     NOTICED[change](loop)
@@ -375,6 +377,20 @@ def test_the_state_of_an_optimizer_that_steps_while_the_plan_is_off_is_counted()
     assert always_held(loop.model) > state_bytes + sum(parameter.nbytes for parameter in loop.model.parameters())
     hf_ckpt.uninstall(loop.model)
     assert [*hooks] == before
+
+
+def test_a_backward_in_another_thread_than_the_forward_is_not_measured(caplog):
+    """A CPU runs it in the thread that calls it, where a count of live bytes does not see it."""
+    loop = Loop()
+    for _ in range(9):
+        losses = []
+        thread = threading.Thread(target=lambda losses=losses: losses.append(loop.loss()))
+        thread.start()
+        thread.join()
+        losses.pop().backward()
+        loop.clear()
+    assert "cannot be measured" in caplog.text
+    assert actions(loop.model) == {FULL}
 
 
 def test_blocks_above_an_early_exit_keep_nothing():
