@@ -18,13 +18,16 @@ If the peak of a checked step exceeds the budget, the limit of all later plans i
 predicted. With compiled blocks, share 0 takes the place of `full`, single blocks try other shares in their forward, and
 a step that compiles a graph is not used. A step that is not what was expected (an exception, another forward, gradients
 that were not cleared) is not used either, and the next one is in the same phase again. After `MOST_FAILURES` such steps
-in a row, nothing more is measured.
+in a row, nothing more is measured. A forward without a backward is no step.
+
+Later steps are watched: see `excess`. The first one above the budget voids all plans, and steps are measured again. If
+that does not help, the limit is lower, too.
 
 No batch ends a run: if no plan fits, the session uses the one with the lowest peak, and warns once.
 
-What a step needs also depends on which parameters are trained, their bytes, and autocast's type. In another state of
-the model, steps are measured again. Once an optimizer has stepped for the first time, so that its state exists, they
-are measured again, too.
+What a step needs also depends on which parameters are trained, their bytes, autocast's type, the modes of modules and
+their attention. In another state of the model, steps are measured again; also once an optimizer has added to its state,
+or a step calls blocks that none called before.
 
 Each rank has its own session, because actions do not change the collective operations. Sessions of ranks tell each
 other nothing: ranks may run other numbers of forwards, and one that asked in a forward could wait for ever. They also
