@@ -61,3 +61,13 @@ def running(kind: type) -> Iterator[Any]:
     hook, or the Trainer and its callback handler, which transformers passes to no callback."""
     owners = (frame.f_locals.get("self") for frame in callers())
     yield from (owner for owner in owners if isinstance(owner, kind))
+
+
+def runs_in(thread: int, owner: object) -> bool:
+    """Whether a thread, by its number, is inside a method of an object."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_locals.get("self") is owner:
+            return True
+        frame = frame.f_back
+    return False

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import types
 import weakref
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.trials import Tries
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell
 from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
@@ -235,6 +237,8 @@ class Session:
         self.measured_steps = 0
         self._warm_steps = 0
         """Steps of the warm-up so far."""
+        self._thread = 0
+        """The thread whose training forward runs; 0 without one."""
         self._idle: dict[Region, int] = {}
         """The functions of blocks that no step called so far, which a deeper one may call, and their forwards."""
         self._graphs: GraphsReference | None = None
@@ -260,6 +264,13 @@ class Session:
         """Choose and enable the plan for a training forward of `running` that is about to begin."""
         base = self._base()
         assert base is not None
+        thread = threading.get_ident()
+        if self._thread not in (0, thread) and compat.frames.runs_in(self._thread, running):
+            raise HfCkptError(
+                f"{type(running).__name__} runs a training forward in another thread, too, and `{self._spec.policy}` "
+                "plans for one step at a time. Give `full` or `selective`, or let the threads take turns."
+            )
+        self._thread = thread
         self._optimizers.watch(base)
         forward = self._forwards.read(stack, args, kwargs)
         if self._goes_on():
@@ -299,6 +310,7 @@ class Session:
 
     def after_forward(self, output: Any) -> None:
         """A training forward has ended with an output, or has raised an error, without one."""
+        self._thread = 0
         if output is None:
             # No backward will end this step, and a count of live tensors would slow down what the user runs next.
             self._forwards.current.clear()

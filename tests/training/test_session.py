@@ -393,6 +393,27 @@ def test_a_backward_in_another_thread_than_the_forward_is_not_measured(caplog):
     assert actions(loop.model) == {FULL}
 
 
+def test_two_threads_in_one_model_are_refused():
+    loop = Loop()
+    refused = []
+
+    def second(*_):
+        with pytest.raises(HfCkptError, match="in another thread, too, and `budget` plans for one step at a time"):
+            loop.loss()
+        refused.append(True)
+
+    def first(*_):
+        handle.remove()
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    handle = loop.model.model.layers[1].register_forward_hook(first)
+    loop.step()
+    assert refused
+    in_a_thread(loop)  # in turn
+
+
 def test_blocks_above_an_early_exit_keep_nothing():
     """The loss is on hidden states within the model. The graph of the others stays, as a variable holds the output."""
     loop = Loop()
