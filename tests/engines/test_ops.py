@@ -173,6 +173,18 @@ def _gated(x, reorder):
     return torch.exp(reorder(images, memory_format=torch.channels_last).mean((2, 3), keepdim=True) * SCALE) * images
 
 
+def test_a_chain_of_sums_is_walked_once():
+    """Each sum needs the one before it twice: forty of them have 2 ** 40 paths."""
+
+    def chain(x):
+        hidden = functional.silu(x)
+        for _ in range(40):
+            hidden = (hidden + hidden) * 0.5
+        return torch.exp(hidden.mean(-1, keepdim=True) * SCALE) * x
+
+    same_toys(chain, save=())
+
+
 STAY = {
     "a mean of a copy in an order that no node shows": lambda x: _gated(x, torch.clone),
     "a mean of a cast to such an order": lambda x: _gated(x, torch.Tensor.to),

@@ -118,13 +118,21 @@ def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def has_its_strides(value: Any) -> bool:
-    """Whether a value is rebuilt with the strides of the forward. A copy may have others, unless autograd saved it."""
+def has_its_strides(value: Any, visited: set[int] | None = None) -> bool:
+    """Whether a value is rebuilt with the strides of the forward. A copy may have others, unless autograd saved it.
+
+    Args:
+        value: the value.
+        visited: ids of values that were visited already. Without it, a sum whose operands share theirs, which are sums
+            again, would take a time exponential in the length of the chain.
+    """
     if type(value) is View:
-        return has_its_strides(value.of)
-    if type(value) is not Rebuilt or value.layout is not None:
+        return has_its_strides(value.of, visited)
+    visited = set() if visited is None else visited
+    if type(value) is not Rebuilt or value.layout is not None or id(value) in visited:
         return True
-    return value.operation is not _contiguous_copy and all(map(has_its_strides, value.operands))
+    visited.add(id(value))
+    return value.operation is not _contiguous_copy and all(has_its_strides(each, visited) for each in value.operands)
 
 
 def _cast(node: Any, metadata: Any) -> Function | None:
