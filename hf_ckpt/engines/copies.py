@@ -3,8 +3,8 @@
 A block may change a list, dict or object that it was given: take an entry, count a call, add a result. Its forward
 changes the caller's, as it would without checkpointing. Recomputations get copies, so nothing is taken or added twice.
 
-Tensors are not copied. A recomputation that uses one which was changed in place since is an error. Those that have a
-graph are given without it (`cut`), so that what a recomputation registers on them ends with it.
+Tensors are not copied. A recomputation that uses one which was changed in place since is an error. Recomputations get
+aliases (`cut`) of those that require gradients, so that the hooks which a recomputation registers on them end with it.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def cut(value: Any, cuts: dict[int, Any]) -> Any:
-    """Return a tensor for a recomputation: without the graph of the forward, whose backward calls the hooks on it.
+    """Return an alias of a tensor that requires gradients, for a recomputation, which may register hooks on it.
 
-    Other values are returned as they are, and so are parameters, which have no graph.
+    Hooks on the tensor itself would run in the backward of the forward's graph, next to those that the forward has
+    registered. Other values are returned as they are, and so are parameters.
 
     Args:
         value: the value.
@@ -124,8 +125,8 @@ def cut(value: Any, cuts: dict[int, Any]) -> Any:
     alias = cuts.get(key)
     if alias is None:
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested:
-            # The hooks are those of its new node. A leaf would hold the values for as long as the graph, and a trial
-            # would find that its action keeps them.
+            # Hooks on a view belong to the view's own node. A leaf would hold the values for as long as the graph, and
+            # a trial would find that its action keeps them.
             try:
                 alias = value[...]  # not `view_as`, which has other strides where a size is 1
             except ChangedBlockError:  # it was overwritten since, and is refused where the block uses it

@@ -124,9 +124,10 @@ class Settings:
         """Add the buffers of the block, and of the modules above it, to `state`, and its parameters to `weights`."""
         buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
         buffers_above = {id(vars(module)["_buffers"]) for module in self.above}
+        buffers |= buffers_above
         for number, tensors in enumerate(self.tensors, len(self.attributes)):
             places = [(number, key) for key in tensors]
-            kind = self.state if id(tensors) in buffers | buffers_above else self.weights
+            kind = self.state if id(tensors) in buffers else self.weights
             kind += places
             if id(tensors) in buffers_above:
                 self.shared.update(places)

@@ -157,7 +157,7 @@ def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor
         return "its activated LoRA counts tokens from the end of a row"
     before = StepState(module, compat.process_state.devices_of([rows]))
     try:
-        maps_tokens = differs_by_rounding(forward, rows)
+        maps_tokens = is_same_up_to_rounding(forward, rows)
         draws = before.random.may_have_moved()
         if draws and not maps_tokens:  # other masks of dropout say nothing, so they are left out
             with contextlib.ExitStack() as modes:
@@ -165,7 +165,7 @@ def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor
                     # Norms of a batch mix tokens in train mode only.
                     if not isinstance(inner, nn.modules.batchnorm._NormBase):
                         modes.enter_context(mock.patch.object(inner, "training", False))
-                maps_tokens = differs_by_rounding(forward, rows)
+                maps_tokens = is_same_up_to_rounding(forward, rows)
     except Exception as error:
         if compat.devices.is_out_of_memory(error):
             raise
@@ -180,8 +180,8 @@ def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor
     return None
 
 
-def differs_by_rounding(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
-    """Whether the outputs of all rows, and of each half of them, differ by no more than rounding.
+def is_same_up_to_rounding(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
+    """Whether the outputs of all rows, and of each half of them, are the same up to rounding.
 
     Fake tensors have no values to compare.
     """
