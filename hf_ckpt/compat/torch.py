@@ -286,16 +286,20 @@ def tensor_hooks(tensors: Sequence[torch.Tensor]) -> list[_Hooks]:
     return [(before and before.copy(), after and after.copy()) for before, after in boxes]
 
 
-def restore_tensor_hooks(tensors: Sequence[torch.Tensor], hooks: list[_Hooks]) -> None:
-    """Give tensors the gradient hooks that they had. Handles that remove hooks keep working."""
+def restore_tensor_hooks(tensors: Sequence[torch.Tensor], hooks: list[_Hooks]) -> bool:
+    """Give tensors the gradient hooks that they had, and return whether they had others by now.
+
+    Handles that remove hooks keep working.
+    """
     if list(map(_hooks_of, tensors)) == hooks:
-        return
+        return False
     for tensor, contents in zip(tensors, hooks, strict=True):
         for name, content in zip(_HOOKS, contents, strict=True):
             box = getattr(tensor, name)
             if box is not None and box != content:
                 box.clear()
                 box.update(content or {})
+    return True
 
 
 def registered_hooks() -> int:

@@ -242,7 +242,9 @@ class ForwardState:
                     self._learn_what_is_left()
                     raise
         finally:
-            compat.torch.restore_tensor_hooks(self.seen.tensors, hooks)
+            if compat.torch.restore_tensor_hooks(self.seen.tensors, hooks) and self.settings is not None:
+                # The block may keep the handle in an attribute, which is an object that is not compared.
+                self.settings.changes_attributes = True
 
     def _learn_what_is_left(self) -> None:
         """Record whether recomputations that torch ends early, such as after `self.on = True`, leave attributes so."""
@@ -403,8 +405,8 @@ _values_of = operator.methodcaller("values")
 
 def _is_small_at(dicts: list[dict[str, Any]], place: Place) -> bool:
     tensor = dicts[place[0]].get(place[1])
-    # Nobody can tell whether fake weights were written. Copies of them would count in a forecast.
-    return isinstance(tensor, torch.Tensor) and is_small(tensor) and not compat.torch.is_fake(tensor)
+    # Not those of other types: quantised ones may have no copy, and nobody can tell whether fake ones were written.
+    return type(tensor) is nn.Parameter and is_small(tensor)
 
 
 def _copy_of(seen: Seen, values: torch.Tensor) -> torch.Tensor:

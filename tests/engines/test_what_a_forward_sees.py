@@ -907,9 +907,9 @@ def test_a_recomputation_leaves_no_hooks(name, engine):
         return [[len(box or ()) for box in pair] for pair in boxes], getattr(block, "depth", 0)
 
     def run(model):
-        return steps_of(model), list(map(hooks_of, model.layers))
+        return steps_of(model, 5), list(map(hooks_of, model.layers))
 
-    same_under(ENGINES[engine], run, lambda: custom_model(REGISTERS[name]), times=3)
+    same_under(ENGINES[engine], run, lambda: custom_model(REGISTERS[name]), times=5)
 
 
 # --- errors of a recomputation name the block -------------------------------------------------------------------------
@@ -1000,6 +1000,30 @@ def test_a_parameter_that_a_block_writes_is_written_once(block_run, engine):
         return outcomes, [(block.scale.tolist(), block.frozen.bias.tolist()) for block in model.layers]
 
     same_under(ENGINES[engine], run, lambda: with_scale(block_run), times=2 * STEPS)
+
+
+class Codes(torch.Tensor):
+    """A weight of a type with few operations, such as those of quantisation: it can be neither copied nor compared."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (16,))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function is torch.ops.aten.detach.default  # by `nn.Parameter`
+        return cls()
+
+
+@each_engine
+def test_a_weight_that_has_no_copy_is_left_alone(engine):
+    def make():
+        model = custom_model()
+        for block in model.layers:
+            block.codes = nn.Parameter(Codes(), requires_grad=False)
+        return model
+
+    same_under(ENGINES[engine], steps_of, make, times=3)
 
 
 @torch.jit.script
