@@ -93,7 +93,7 @@ class Description:
             alone = ", without other models" if prediction and prediction.device in ("cpu", "mps") else ""
             yield f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan{alone}"
         if self.voided:
-            yield f"  measured again: {self.voided} times, because a step under its plan exceeded the budget"
+            yield f"  measured again: {counted(self.voided, 'time')}, because a step under its plan exceeded the budget"
         if len(self.plans) > 1:
             predictions = [plan.prediction for plan in self.plans.values() if plan.prediction]
             over = sum(p.budget_bytes is not None and p.peak_bytes > p.budget_bytes for p in predictions)

@@ -353,12 +353,15 @@ class Session:
         prediction = planned.plan.prediction
         if prediction is None and not planned.actions:
             return None
-        costs = self._measurements.costs(planned.batch)
-        peak_bytes = prediction.peak_bytes if prediction is not None else costs.peak(planned.actions)
+        if prediction is not None:  # an evaluation may have voided what it was made from
+            peak_bytes = prediction.peak_bytes
+        else:
+            peak_bytes = self._measurements.costs(planned.batch).peak(planned.actions)
         if peak_bytes > self._limit_bytes:
             return None
         self._drop()
         self._forwards.current.clear()  # the retry is another step
+        self._peaks.close()  # so the peak of this one, which is above the budget, voids no plan as well
         self._limit_bytes = int(SHARE_AFTER_FAILURE * peak_bytes)
         self.plans.clear()
         return f"plans for at most {format_bytes(self._limit_bytes)}"
@@ -634,11 +637,11 @@ class Session:
     def _check(self, planned: Planned, batch: Batch, peak_bytes: int, start_bytes: int) -> None:
         """Store the measured peak of a plan's first step, or compare that of a later one with the budget."""
         is_first = planned.measured_bytes is None
+        self._peaks.checked()
         if is_first and batch != planned.batch:
             return  # a step that needs less says nothing
         if is_first and batch in self.plans:
             self.plans[batch] = dataclasses.replace(planned, phase=Phase.PLAN, measured_bytes=peak_bytes)
-        self._peaks.checked()
         if peak_bytes <= self._budget_bytes or planned.over:
             return
         if is_first:
@@ -650,6 +653,9 @@ class Session:
         """Compare the peak of the step under a plan that has ended with the budget."""
         alive_bytes, peak_bytes = self._peaks.read()
         assert self.planned is not None
+        served = self.plans.get(self.planned.batch)
+        if served is None or served.plan.prediction is None:  # blocks save nothing, so that no plan needs less
+            return
         if peak_bytes > self._budget_bytes:
             self._void(self.planned, peak_bytes, alive_bytes)
 
@@ -664,7 +670,8 @@ class Session:
         if self._peaks.void():
             self._lower(planned, peak_bytes)
             return
-        batch = dataclasses.replace(planned.batch, forwards=tuple(self._forwards.current))
+        forwards = tuple(self._forwards.current) or planned.batch.forwards  # none after a forward that failed
+        batch = dataclasses.replace(planned.batch, forwards=forwards)
         more_bytes = start_bytes - self._measurements.bound(planned.batch).start_bytes
         causes = [f"it was planned for {planned.batch}"] if batch != planned.batch else []
         if more_bytes > (peak_bytes - self._budget_bytes) / 2:

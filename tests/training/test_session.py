@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from helpers.adapters import with_lora
+from helpers.failing import run_out
 from helpers.planned import budgeted, live_peak, model_of, raced
 from helpers.ranks import one_rank
 from helpers.snapshots import snapshot
@@ -36,6 +37,7 @@ from hf_ckpt.measure.levels import Levels
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP
+from hf_ckpt.training.guard import OomGuard
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import RACE_STEPS, Phase
 
@@ -780,10 +782,69 @@ def test_a_later_step_above_the_budget_voids_its_plan(again, capsys):
     assert max(peaks[:4]) > half() >= max(peaks[-3:])
     described = hf_ckpt.describe(model)
     assert described.voided == 1
-    assert "measured again: 1 times, because a step under its plan exceeded the budget" in str(described)
+    assert "measured again: 1 time, because a step under its plan exceeded the budget" in str(described)
     said = re.findall(r"a step of 4 x 64 tokens needed .*B, above the budget of .*B; .*", capsys.readouterr().err)
     assert [line.split("; ")[1] for line in said] == ["steps are measured again"]
     assert (current(model).limit_bytes < half()) == again
+
+
+class Meter:
+    """An accelerator's allocator, which a CPU does not have. It holds nothing."""
+
+    peak_bytes = 0
+
+    def read(self):
+        return 0, self.peak_bytes
+
+    look = read
+
+
+def with_meter(model):
+    """Give the session of a model an allocator's peak, and return that."""
+    meter = installation(model).session._peaks._meter = Meter()
+    run(model, [BATCH] * 2)
+    return meter
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_step_above_the_budget_whose_blocks_save_nothing_goes_on(joined):
+    """No plan needs less, also not if two forwards have one backward."""
+    model = model_of("llama", layers=2)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    budgeted(model, half())
+    run(model, [BATCH] * 2)
+    meter = with_meter(model)
+    meter.peak_bytes = 2 * half()
+    losses = [model(**without_cache(model, BATCH)).loss for _ in range(1 + joined)]
+    sum(losses).backward()
+    model.zero_grad(set_to_none=True)
+    run(model, [BATCH] * 3)
+    assert hf_ckpt.describe(model).voided == 0
+    assert actions(model) == {KEEP}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_memory_that_runs_out_above_the_budget_is_planned_for_once(evaluates, capsys):
+    """By the guard, also if an evaluation in the step that failed has shown that its plan is above the budget."""
+    model, _ = trained(PLANNED, layers=2)
+    meter = with_meter(model)
+    guard = OomGuard(model)
+
+    def step():
+        if not guard.attempts:
+            if not evaluates:
+                model(**without_cache(model, BATCH))
+            meter.peak_bytes = 2 * half()
+            with torch.no_grad():
+                run_out(model(**BATCH) if evaluates else None)
+        meter.peak_bytes = 0
+        forward_and_backward(model)
+
+    guard(step)
+    assert [change.startswith("plans for at most ") for change in guard.taken] == [True]
+    assert (current(model).phase is Phase.MEASURE) == evaluates
+    assert capsys.readouterr().err.count("above the budget") == hf_ckpt.describe(model).voided == evaluates
 
 
 def test_a_model_that_skips_blocks_at_random_is_refused():
