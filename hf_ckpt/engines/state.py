@@ -356,7 +356,7 @@ class ForwardState:
         assert self.block is not None
         for stored in self.stored:
             if stored.values is None and stored.seen.is_overwritten:
-                raise OutOfPlansError(f"hf_ckpt: `{stored.place[1]}` was overwritten, and has no copy: no retry.")
+                raise OutOfPlansError(f"hf_ckpt: no retry: `{stored.place[1]}` was overwritten, and has no copy.")
             # Compared by value: a batch norm does not count its changes.
             if stored.values is not None and _has_changed(stored):
                 with torch.no_grad():
@@ -534,19 +534,19 @@ class StepState:
 
     def settings_now(self) -> Settings:
         """Return the settings of the module after the step, which know what the step has changed."""
-        known = self.before.settings
+        earlier = self.before.settings
         module = self.before.block
-        assert known is not None
+        assert earlier is not None
         assert module is not None
         for each in self.before.stored:
-            if each.seen.is_overwritten or (each.values is not None and not known.has_run and _has_changed(each)):
-                known.changing.add(each.place)
-        known.has_run = True
-        if known.still_apply(module):
-            return known
+            if each.seen.is_overwritten or (each.values is not None and not earlier.has_run and _has_changed(each)):
+                earlier.changing.add(each.place)
+        earlier.has_run = True
+        if earlier.still_apply(module):
+            return earlier
         settings = Settings(module)
-        if list(map(id, settings.dicts(module))) == list(map(id, known.dicts(module))):  # places mean the same
-            settings.changing = known.changing
+        if list(map(id, settings.dicts(module))) == list(map(id, earlier.dicts(module))):  # places mean the same
+            settings.changing = earlier.changing
             settings.has_run = True
         return settings
 

@@ -141,7 +141,7 @@ def test_the_peak_of_a_long_sequence_falls(name, lora):
 
 @pytest.mark.long
 @pytest.mark.parametrize("spec", ["none", {"mlp": "auto"}], ids=["blocks", "tiles"])
-def test_each_rung_of_the_guards_ladder_needs_less(spec):
+def test_each_tighter_plan_of_the_guard_needs_less(spec):
     """Everything kept, `selective` and `full`; or tiles of 2048, 512 and 128 tokens. Nothing is offloaded on a CPU."""
     model, batch = long_model("MistralForCausalLM", lora=False), {"input_ids": torch.randint(8, 300, (1, TOKENS))}
     planned(model, spec)
