@@ -102,9 +102,12 @@ class PassHook(ModelHook):
             return self._without_cache(module, args, kwargs)
         if record is None or not record.enabled:
             return None
+        handles = record.handles
         # Compared without a call, because it happens in every forward.
         if record.children != record.children_before and record.decider is not None:
             record.decider.changed(self.base, record)
+            if not record.enabled:  # no blocks are left
+                return None
         if not (torch.is_grad_enabled() and module.training):
             record.passes += 1
             if record.session is not None:
@@ -115,7 +118,10 @@ class PassHook(ModelHook):
         if record.enter(module):
             for step in STEPS_OF_A_BATCH:
                 step(batch)
-        if self.place.blocks:
+        if record.handles is not handles:  # a plan was put on, and with it another hook in the place of this one
+            hooks = module._forward_pre_hooks.values()
+            batch.hook = next((hook for hook in hooks if isinstance(hook, PassHook)), self)
+        if batch.hook.place.blocks:
             for step in STEPS_OF_A_STACK:
                 step(batch)
         if batch.is_redirected:

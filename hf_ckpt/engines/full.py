@@ -19,6 +19,7 @@ from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Above, Settings
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError, TransformError
+from hf_ckpt.measure.live import stop_counts
 
 CALLS_A_TRANSFORM = "it calls `torch.func.grad`, which allows no hooks."
 """The problem of a block that no engine can checkpoint."""
@@ -126,6 +127,11 @@ class FullRegion(Region):
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
+            raise
+        except Exception:
+            raise
+        except BaseException:
+            stop_counts()
             raise
         if not given.are_unchanged() and needs_gradient(output):
             # torch would find a change of positional ones only in backward, where the operation is not known any more,

@@ -85,7 +85,7 @@ class Settings:
         self.has_stopped = False
         """Whether a recomputation has shown what it leaves when torch ends it early."""
         self.written: set[Place] = set()
-        """Parameters that the first forward itself wrote to and that are large, such as a router's weight that PEFT
+        """Parameters that the first forward itself wrote to with the same values, such as a router's weight that PEFT
         adapts: in that forward, a write to them does not count as a change."""
         self.draws_on_host = True
         """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read."""

@@ -101,6 +101,8 @@ class ForwardState:
     """The same ones, without None."""
     stored: list[_Stored] = dataclasses.field(default_factory=list)
     held: list[_Held] = dataclasses.field(default_factory=list)
+    sums: dict[Place, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    """Checksums of large parameters, while a first forward runs that may write to them."""
     choices: Choices | None = None
     """The experts that the block chooses; None for a block without experts."""
     draws: compat.process_state.RandomState | None = None
@@ -150,6 +152,7 @@ class ForwardState:
         places = settings.state
         if not settings.has_run and self.parameters_stay:
             places = places + [place for place in settings.weights if _is_small_at(dicts, place)]
+            self.sums = {place: _checksum(dicts[place[0]][place[1]]) for place in settings.weights}
         for place in places:
             tensor = dicts[place[0]].get(place[1])
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
@@ -203,17 +206,30 @@ class ForwardState:
         settings.draws_on_host = before.of_host_has_moved()
         settings.changes_attributes = not self._has_same_attributes(settings)
         settings.changing.update(each.place for each in self.stored if _has_changed(each))
-        # Before copies are freed below: what has a copy is restored, and what is written without one is not refused.
-        settings.written = set(self._overwritten(settings))
+        # Before copies are freed below: what has a copy is restored, and what is written without one is not refused if
+        # it was only put in its place again.
+        overwritten = set(self._overwritten(settings))
+        settings.written = set(filter(self._has_same_bits, overwritten))
+        self.sums = {}
         settings.has_run = True
         # From now on, parameters that the forward has written are state; of the others, no copies are needed.
         weights = set(settings.weights)
-        settings.state += weights & (settings.changing | settings.written)
-        settings.changing |= settings.written
+        settings.state += weights & (settings.changing | overwritten)
+        settings.changing |= overwritten
         self.stored = [each for each in self.stored if each.place in settings.changing or each.place not in weights]
         for number, (place, seen, _) in enumerate(self.stored):
             if not settings.copies_always(place, seen.tensor):
                 self.stored[number] = _Stored(place, seen, None)
+
+    def _has_same_bits(self, place: Place) -> bool:
+        """Whether what the first forward has written to a large tensor is what was there, as far as is known."""
+        before = self.sums.get(place)
+        if before is None:
+            return True
+        assert self.settings is not None
+        assert self.block is not None
+        after = _checksum(self.settings.dicts(self.block)[place[0]].get(place[1]))
+        return after is None or torch.equal(before, after)
 
     def recompute(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the block again, in the context and in the state of its forward.
@@ -409,6 +425,16 @@ def _is_small_at(dicts: list[dict[str, Any]], place: Place) -> bool:
     return type(tensor) is nn.Parameter and is_small(tensor)
 
 
+def _checksum(tensor: Any) -> torch.Tensor | None:
+    """Return the sum of the words of a large parameter, read without a copy of it; None for other tensors."""
+    if type(tensor) is not nn.Parameter or is_small(tensor) or tensor.is_meta or not tensor.is_contiguous():
+        return None
+    with compat.torch.unseen_by_modes():
+        values = tensor.detach().view(-1).view(torch.uint8)
+        words = values[: len(values) // 8 * 8]
+        return words.view(torch.int64).sum() if words.storage_offset() % 8 == 0 else None
+
+
 def _copy_of(seen: Seen, values: torch.Tensor) -> torch.Tensor:
     """Return a tensor for one recomputation, which may write to it, with the values that the forward found."""
     copy = values.clone()
@@ -511,6 +537,7 @@ class StepState:
         module: the module.
         devices: the devices whose random state to include besides the CPU's.
         copies_codes: see `ForwardState`.
+        parameters_stay: see `ForwardState`. If not, what the step writes to parameters stays.
         earlier: the state before the last step of this module, if it is known. Large buffers that this step has left
             alone are not copied again.
     """
@@ -521,12 +548,17 @@ class StepState:
         devices: Iterable[torch.device],
         *,
         copies_codes: bool = True,
+        parameters_stay: bool = False,
         earlier: StepState | None = None,
     ) -> None:
         self.random = compat.process_state.RandomState(devices)
         settings = Settings(module) if earlier is None else earlier.settings_now()
         self.before = ForwardState(
-            "", module, settings, parameters_stay=False, keeps_draws=False, is_step=True, copies_codes=copies_codes
+            *("", module, settings),
+            parameters_stay=parameters_stay,
+            keeps_draws=False,
+            is_step=True,
+            copies_codes=copies_codes,
         )
         dicts = (vars(part).get("_buffers") for part in module.modules())
         self.dicts = [(tensors, tensors.copy()) for tensors in dicts if isinstance(tensors, dict)]

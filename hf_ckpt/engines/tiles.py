@@ -155,7 +155,7 @@ def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor
         return "its parts are sharded one by one (FSDP)"
     if compat.peft.counts_tokens(module):
         return "its activated LoRA counts tokens from the end of a row"
-    before = StepState(module, compat.process_state.devices_of([rows]))
+    before = StepState(module, compat.process_state.devices_of([rows]), parameters_stay=True)
     try:
         maps_tokens = is_same_up_to_rounding(forward, rows)
         draws = before.random.may_have_moved()

@@ -101,12 +101,14 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         """Begin to count, below other modes that see every operation: a counter of operations is not affected."""
         if not self._running:
             self._running = True
+            _started.add(self)
             compat.torch.watch_resizes(self.count_storage)
             compat.torch.enter_dispatch_mode_below(self)
 
     def stop(self) -> None:
         """Stop counting what is made."""
         self._running = False
+        _started.discard(self)
         compat.torch.unwatch_resizes(self.count_storage)
         compat.torch.leave_dispatch_mode(self)
 
@@ -165,6 +167,18 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
         self.current_bytes -= alive.size
+
+
+_started: weakref.WeakSet[LiveBytes] = weakref.WeakSet()
+
+
+def stop_counts() -> None:
+    """Stop each count that hooks have started: a KeyboardInterrupt ends its step, and torch calls no hook then.
+
+    In a backward, this lasts until torch restores the modes of its caller.
+    """
+    for count in tuple(_started):
+        count.stop()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

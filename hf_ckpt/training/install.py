@@ -16,7 +16,7 @@ from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, put_on, 
 from hf_ckpt.attach.hooks import warn_whole
 from hf_ckpt.attach.process import ProcessHooks, detach_everywhere, everywhere, install_on_enabled
 from hf_ckpt.attach.record import Installation, installation
-from hf_ckpt.errors import PlanMismatchError, SpecError
+from hf_ckpt.errors import NoBlocksError, PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.models.parts import vocabulary_head
@@ -176,7 +176,13 @@ class Decider:
 
     def changed(self, base: nn.Module, record: Installation) -> None:
         """Plan for the layers that a model has now. Some were added, removed or replaced while its plan is enabled."""
-        blocks = find_blocks(base)
+        try:
+            blocks = find_blocks(base)
+        except NoBlocksError:  # no reason to end a training, either
+            text = "hf_ckpt: %s has no blocks any more, and trains on without a plan. Install again once it has."
+            warn_once(log, text, type(base).__name__)
+            detach(base)
+            return
         try:
             decided = self.asked(blocks, record, {})
         except (SpecError, PlanMismatchError) as error:  # no reason to end a training

@@ -13,10 +13,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_ckpt
 from hf_ckpt import compat
+from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.record import installation
 from hf_ckpt.attach.switches import FLAG, FUNCTION
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner.policies import make_plan
+from hf_ckpt.spec.spec import Spec
+from hf_ckpt.training.install import Decider
 
 BATCH = tiny_batch("llama")
 BUDGET = {"policy": "budget", "budget": "1GiB"}
@@ -184,3 +188,40 @@ def test_copies_notice_changes_of_their_own_layers(copied):
         step(each, BATCH)
         assert recomputed(each) == ALL
     assert functions(model)[ALL[2]] is not functions(twin)[ALL[2]]
+
+
+@pytest.mark.parametrize("spec", ["full", {"policy": "selective", "head": "auto"}, BUDGET], ids=str)
+def test_a_model_without_blocks_trains_on(spec, caplog):
+    """All layers were taken out. That is said once, and nothing of the plan stays."""
+    plain, model = tiny_model("llama"), planned(tiny_model("llama"), spec)
+    step(model, BATCH)
+    with without_collector():
+        gone = list(map(weakref.ref, model.model.layers))
+        for each in (plain, model):
+            each.model.layers = nn.ModuleList()
+        for _ in range(2):
+            assert_same(step(plain, BATCH), step(model, BATCH))
+        assert [module() for module in gone] == [None] * len(gone)
+    assert caplog.text.count("has no blocks any more") == 1
+    assert forward_hooks(model) == forward_hooks(plain)
+    assert vars(model).keys() == vars(plain).keys()
+
+
+def test_functions_that_are_made_in_a_running_forward_know_their_model(monkeypatch):
+    """PEFT calls the model past its hooks, so that the hook of the stack is the first, and plans for the batch."""
+    model = planned(tiny_model("llama"), "full")
+    monkeypatch.setattr(compat.distributed, "parameters_stay", lambda module: False)
+    record = installation(model)
+    other = make_plan(Spec.parse("full+selective"), *(find_blocks(model).blocks, "llama", "LlamaForCausalLM"))
+    model.forward(**BATCH, use_cache=False).loss.backward()
+
+    def planning(self, base, record, *args):
+        exchange(base, record, other)
+
+    monkeypatch.setattr(Decider, "before_forward", planning)
+    model.forward(**BATCH, use_cache=False).loss.backward()
+    assert sorted(recomputed(model)) == sorted(2 * ALL)
+    for function in record.functions.made.values():
+        assert not function.parameters_stay
+        assert function.above
+    assert len(record.functions.made) == 2 * len(ALL)

@@ -328,14 +328,17 @@ def test_dropout_is_no_mix_of_tokens_but_drawn_for_each_tile(caplog):
 
 
 class Draws(nn.Module):
-    """Draws a number, and counts its runs in a buffer."""
+    """Draws a number, and counts its runs in a buffer and in a parameter."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("runs", torch.zeros(()))
+        self.writes = nn.Parameter(torch.zeros(()))
 
     def forward(self, x):
         self.runs += 1
+        with torch.no_grad():
+            self.writes += 1
         return x + 0 * torch.rand(())
 
 
@@ -351,7 +354,7 @@ def counts_tokens(module):
 
 
 def test_the_trial_leaves_nothing():
-    """Buffers, attributes, modes and random state are as without it."""
+    """Buffers, parameters, attributes, modes and random state are as without it."""
     module = tiny_model("gpt2", layers=1, dropout=0.2).transformer.h[0].mlp
     module.act = Draws()
     module.tokens, module.sizes, module.mean = 0, [], torch.zeros(())
@@ -361,6 +364,7 @@ def test_the_trial_leaves_nothing():
     assert why_whole(module, module.forward, hidden) is None
     assert torch.equal(torch.get_rng_state(), state)
     assert not module.act.runs
+    assert not module.act.writes
     assert (module.tokens, module.sizes, float(module.mean)) == (0, [], 0)
     assert all(inner.training for inner in module.modules())
 

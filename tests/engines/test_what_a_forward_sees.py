@@ -915,8 +915,34 @@ def test_a_recomputation_leaves_no_hooks(name, engine):
 # --- errors of a recomputation name the block -------------------------------------------------------------------------
 
 
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        output = hidden.exp()
+        ctx.save_for_backward(hidden, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert len(ctx.saved_tensors) == 2
+        return gradient * ctx.saved_tensors[1]
+
+
+GLOBAL_CACHE = weakref.WeakKeyDictionary()
+
+
+def keeps_a_gradient_tensor_in_a_global(block, hidden, shift):
+    if block not in GLOBAL_CACHE:
+        GLOBAL_CACHE[block] = (hidden * hidden).mean(-1, keepdim=True)
+    return work(block, hidden * GLOBAL_CACHE[block], shift)
+
+
 def differs_when_it_runs_again(kind):
     runs = []
+    if kind == "reads twice":
+        return lambda block, hidden, shift: work(block, ReadsTwice.apply(hidden * 0.1), shift)
+    if kind == "a global cache":
+        return keeps_a_gradient_tensor_in_a_global
 
     def run(block, hidden, shift):
         runs.append(block)
@@ -933,7 +959,7 @@ def differs_when_it_runs_again(kind):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("torchs", ["this torch", "another torch"])
-@pytest.mark.parametrize("kind", ["an error", "more tensors", "another shape"])
+@pytest.mark.parametrize("kind", ["an error", "more tensors", "another shape", "reads twice", "a global cache"])
 @pytest.mark.parametrize("engine", RUN_AGAIN)
 def test_an_error_of_a_recomputation_names_the_block(kind, engine, torchs, caplog, monkeypatch):
     if torchs == "another torch":  # whose record of a checkpointed call is not known
@@ -1024,6 +1050,24 @@ def test_a_weight_that_has_no_copy_is_left_alone(engine):
         return model
 
     same_under(ENGINES[engine], steps_of, make, times=3)
+
+
+@each_engine
+def test_a_large_parameter_that_a_first_forward_writes_is_refused_by_name(engine):
+    """There is no copy of it, so that it would be written once more."""
+
+    def run(block, hidden, shift):
+        with torch.no_grad():
+            block.large.mul_(0.5)
+        return scaled(block, hidden, block.large[:16])
+
+    model = custom_model(run)
+    for block in model.layers:
+        block.large = nn.Parameter(torch.ones(2**17))
+    loss = custom_loss(planned(model, ENGINES[engine]))
+    with pytest.raises(ChangedBlockError, match=r"block 'layers\.2': `large` was overwritten"):
+        loss.backward()
+    assert [block.large[0].item() for block in model.layers] == [0.5] * LAYERS
 
 
 @torch.jit.script

@@ -25,6 +25,7 @@ from helpers.planned import budgeted, live_peak, model_of, raced
 from helpers.ranks import one_rank
 from helpers.snapshots import snapshot
 from helpers.steps import assert_near, assert_same, cache_argument, enable, gradients, planned, step, without_cache
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils.checkpoint import checkpoint
@@ -1014,3 +1015,46 @@ def test_a_count_ends_with_the_next_step_although_the_traceback_of_an_interrupte
     run(model, [BATCH] * PLANNED)
     assert not dispatch_modes()
     assert {"keep"} in raced(model)
+
+
+def test_an_interrupt_in_the_forward_of_a_block_ends_the_count_at_once():
+    """Although the traceback is kept, in each measured step, under each action that has a function."""
+    model = model_of("llama", layers=2)
+    budgeted(model, half(layers=2))
+    counted = []
+    kept = []
+
+    def interrupt_and_note(*args):
+        counted.append(bool(dispatch_modes()))
+        raise KeyboardInterrupt
+
+    for _ in range(4):
+        raises = model.model.layers[0].mlp.register_forward_pre_hook(interrupt_and_note)
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            forward_and_backward(model)
+        kept.append(interrupted)
+        raises.remove()
+        assert not dispatch_modes()
+        run(model, [BATCH])
+    assert sum(counted) >= 2
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_measured_step_that_keeps_its_graph_is_freed_with_its_loss(steps):
+    model = model_of("llama", layers=2)
+    budgeted(model, 1 << 30)
+    run(model, [BATCH] * steps)
+    given = []
+
+    def see(module, args):
+        given.append(StorageWeakRef(args[0].untyped_storage()))
+
+    model.model.layers[1].register_forward_pre_hook(see)
+    loss = model(**without_cache(model, BATCH)).loss
+    loss.backward(retain_graph=True)
+    assert not given[0].expired()
+    del loss
+    hf_ckpt.uninstall(model)
+    del model
+    gc.collect()
+    assert all(each.expired() for each in given)

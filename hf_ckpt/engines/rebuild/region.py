@@ -27,6 +27,7 @@ from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.seen import SeenTensors
 from hf_ckpt.errors import TransformError
 from hf_ckpt.logs import warn_once
+from hf_ckpt.measure.live import stop_counts
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.models.parts import cheap_modules
 
@@ -137,6 +138,11 @@ class RebuildRegion(Region):
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
+            raise
+        except Exception:
+            raise
+        except BaseException:
+            stop_counts()
             raise
         finally:
             running.tape = outer  # of a block around this one: models may nest their blocks
