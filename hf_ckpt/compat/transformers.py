@@ -231,6 +231,12 @@ def is_filled(value: Any) -> bool:
     )
 
 
+def forget_evaluation_loaders(trainer: Any) -> None:
+    """Let a Trainer make its loaders of evaluation data anew: with persistent workers, it keeps them and their batch
+    size."""
+    vars(trainer).pop("_eval_dataloaders", None)
+
+
 def counters_of(trainer: Any) -> dict[str, Any]:
     """Return what TRL's trainers that generate keep from one micro-step to the next: its number, and the completions
     from which it takes its batch (GRPO, RLOO, distillation). Names of attributes -> values; empty for other trainers.

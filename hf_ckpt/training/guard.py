@@ -283,6 +283,7 @@ def guarded_evaluation(trainer: Any, evaluate: Callable[..., Any], *args: Any, *
                 raise
             report(error)
         trainer.args.per_device_eval_batch_size = rows // 2
+        compat.transformers.forget_evaluation_loaders(trainer)
         text = "hf_ckpt: the evaluation is run again, from now on with `per_device_eval_batch_size=%d`."
         log.warning(text, rows // 2)
         compat.devices.release_memory()  # the frames of the error are gone now

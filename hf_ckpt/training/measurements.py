@@ -364,11 +364,12 @@ class Measurements:
         allowed = self.actions if actions is None else actions
         step = self._timed(batch, self.bound(batch))
         shown = self._trials_of_kinds(batch, step)
+        with_backward = set(self.blocks_with_backward(step))
         trials = {}
         for call in step.calls:
             kind = self.kinds[batch.state][call.name]
             of_kind = {action: shown[kind, action] for action in allowed if (kind, action) in shown}
-            has_backward = call.name[0] in self.blocks_with_backward(step)
+            has_backward = call.name[0] in with_backward
             trials[call.name] = self._choices(call, of_kind, self.least in allowed, has_backward)
         costs = costs_of_step(step, [self.blocks[name] for name, _ in step.names], trials, self.actions)
         return dataclasses.replace(

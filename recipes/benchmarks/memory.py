@@ -38,8 +38,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--device", default="a100-40")
     parser.add_argument("--out", default="memory.png")
-    asked = parser.parse_args()
-    without = hf_ckpt.predict(asked.model, asked.batch, tokens=asked.tokens, device=asked.device, budget="1000GiB")
+    arguments = parser.parse_args()
+    options = {"tokens": arguments.tokens, "device": arguments.device, "budget": "1000GiB"}
+    without = hf_ckpt.predict(arguments.model, arguments.batch, **options)
     recomputed = without.within(without.floor_bytes)
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     draw(panels[0], "no checkpointing", without.timeline)
@@ -47,7 +48,7 @@ def main() -> None:
     panels[0].set_ylabel("GiB")
     panels[0].legend(loc="lower left", fontsize="small")
     figure.tight_layout()
-    figure.savefig(asked.out, dpi=110)
+    figure.savefig(arguments.out, dpi=110)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def predicted(options: str, way: str) -> int:
     """The peak in bytes that the answer to these options gives for a way to train."""
     from hf_ckpt.forecast.forecast import Forecaster
 
-    asked = make_parser().parse_args(["plan", *options.split(), "--budget", "1000GiB"])
-    forecaster = Forecaster(question(options_of(asked)))
+    arguments = make_parser().parse_args(["plan", *options.split(), "--budget", "1000GiB"])
+    forecaster = Forecaster(question(options_of(arguments)))
     forecast = forecaster.within(forecaster.budget)
     if way == "plan":  # the least that a plan needs
         return forecast.floor_bytes

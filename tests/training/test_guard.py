@@ -355,13 +355,24 @@ class RunsOutInEvaluation(Failing):
         return super().prediction_step(model, inputs, *args, **kwargs)
 
 
-@pytest.mark.parametrize("mixins", [(hf_ckpt.OomGuardMixin,), ()], ids=["mixin", "command line"])
-def test_an_evaluation_that_runs_out_is_run_again_with_smaller_batches(tmp_path, mixins, caplog):
+WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("mixins", "loading"),
+    [
+        pytest.param((hf_ckpt.OomGuardMixin,), {}, id="mixin"),
+        pytest.param((), {}, id="command line"),
+        pytest.param((hf_ckpt.OomGuardMixin,), WORKERS, id="persistent workers", marks=pytest.mark.long),
+    ],
+)
+def test_an_evaluation_that_runs_out_is_run_again_with_smaller_batches(tmp_path, mixins, loading, caplog):
     """Random numbers of the training are those of a run whose evaluations fit."""
     found = []
     for rows, kind in ((2, Failing), (4, type("Guarded", (*mixins, RunsOutInEvaluation), {}))):
         model = tiny_model("llama", dropout=0.1)
         sizes = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, "per_device_eval_batch_size": rows}
+        sizes |= loading
         run = trainer(tmp_path, model, kind=kind, evaluate=True, **{FLAG: False, f"{FLAG}_kwargs": None}, **sizes)
         with contextlib.nullcontext() if mixins else guarding.guard_trainers():
             run.train()
