@@ -270,8 +270,8 @@ class OptimizerStates:
     def __init__(self) -> None:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The optimizers that have stepped."""
-        self._has_new = False
-        """Whether an optimizer has stepped for the first time since `have_grown` was last called."""
+        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers that have stepped for the first time since `have_grown` was last called."""
         self._sizes: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
         """Optimizers that have stepped since `have_grown` was last called, and the sizes of their states before."""
         self.has_stepped = False
@@ -299,11 +299,14 @@ class OptimizerStates:
         sizes = self._sizes.values()
         have_more = any(len(optimizer.state) != size for ref, size in sizes if (optimizer := ref()) is not None)
         self._sizes.clear()
-        if not (self._has_new or have_more):
+        if not (self._new or have_more):
             return False
-        self._has_new = False
-        before = self._bytes
-        self._bytes = held_bytes(devices, *compat.torch.optimizers_of(base))
+        optimizers = compat.torch.optimizers_of(base)
+        # A new one may take the place of another, whose state is gone, so that its own is no more than that was.
+        older = held_bytes(devices, *(optimizer for optimizer in optimizers if optimizer not in self._new))
+        before = min(self._bytes, older)
+        self._new.clear()
+        self._bytes = held_bytes(devices, *optimizers)
         return self._bytes > before
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,7 +317,7 @@ class OptimizerStates:
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
             compat.torch.remember_optimizer(optimizer)
-            self._has_new = True
+            self._new.add(optimizer)
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------

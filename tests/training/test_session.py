@@ -344,8 +344,15 @@ def adds_a_group(loop):
     loop.step()
 
 
+def takes_another_optimizer(loop):
+    """The state of the old one is gone, and that of the new one as large."""
+    loop.optimizer = torch.optim.AdamW(loop.optimizer.param_groups[0]["params"], lr=0.0)
+    loop.step()
+
+
 NOTICED = {
     "a second forward": joins,
+    "another optimizer": takes_another_optimizer,
     "an error, then frozen weights": fails_once_in_a_pair,
     "a group of the optimizer": adds_a_group,
     "lower blocks in eval mode": lambda loop: loop.model.model.layers[:2].eval(),
