@@ -166,6 +166,13 @@ class Recorder:
         """Whether a block had a backward."""
         return any(level.what == "backward" for level in self.levels.levels())
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive so far; 0 if graphs were compiled, which may take memory only once."""
+        if compat.compiler.compiled_graphs() != self._graphs:
+            return 0
+        return max((level.peak_bytes for level in self.levels.levels()[1:]), default=0)
+
     def stop(self) -> None:
         """Stop measuring."""
         self._end()
@@ -592,6 +599,7 @@ class Session:
                 self._keep_all()
             elif recorder.had_backward or self._optimizers.has_stepped:  # else it was no step, but a forward
                 self._failed()
+                self._judge_unusable(recorder)
             return None
         self._failures = 0
         # A head whose weight FSDP frees between calls cannot run in chunks.
@@ -658,6 +666,14 @@ class Session:
             return
         if peak_bytes > self._budget_bytes:
             self._void(self.planned, peak_bytes, alive_bytes)
+
+    def _judge_unusable(self, recorder: Recorder) -> None:
+        """Compare the peak of a check step that shows nothing else, such as one of two backwards, with the budget."""
+        planned = self.planned
+        assert planned is not None
+        peak_bytes = recorder.peak_bytes
+        if planned.phase is Phase.CHECK and not planned.over and peak_bytes > self._budget_bytes:
+            self._void(planned, peak_bytes, recorder.levels.levels()[0].bytes)
 
     def _void(self, planned: Planned, peak_bytes: int, start_bytes: int) -> None:
         """Measure again what a plan was made from, since a later step has exceeded the budget.

@@ -796,6 +796,26 @@ def test_a_later_step_above_the_budget_voids_its_plan(again, capsys):
     assert (current(model).limit_bytes < half()) == again
 
 
+def test_two_backwards_that_need_more_than_the_budget_void_their_plan():
+    """Nothing but its peak is known of such a step."""
+    model = model_of("llama", layers=6)
+    budgeted(model, half(), check_every=4)
+    run(model, [BATCH] * PLANNED)
+    budget = current(model).measured_bytes
+    installation(model).session._budget_bytes = budget  # whichever plan was the fastest has no room left
+    peaks = []
+    for _ in range(9):
+        with LiveBytes(model, BATCH) as live:
+            loss = model(**without_cache(model, BATCH)).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+            del loss
+        model.zero_grad(set_to_none=True)
+        peaks.append(live.peak_bytes)
+    assert max(peaks[:4]) > budget >= max(peaks[-3:])
+    assert hf_ckpt.describe(model).voided == 1
+
+
 class Meter:
     """An accelerator's allocator, which a CPU does not have. It holds nothing."""
 
