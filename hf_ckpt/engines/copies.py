@@ -23,6 +23,7 @@ import numpy
 import torch
 from torch import nn
 
+from hf_ckpt import compat
 from hf_ckpt.errors import ChangedBlockError, HfCkptError, reason_of
 
 FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
@@ -124,7 +125,8 @@ def cut(value: Any, cuts: dict[int, Any]) -> Any:
     key = id(value)
     alias = cuts.get(key)
     if alias is None:
-        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested:
+        is_plain = type(value) is torch.Tensor or compat.torch.is_fake(value)
+        if is_plain and value.layout is torch.strided and not value.is_nested:
             # Hooks on a view belong to the view's own node. A leaf would hold the values for as long as the graph, and
             # a trial would find that its action keeps them.
             try:
