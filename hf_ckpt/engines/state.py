@@ -82,6 +82,7 @@ class ForwardState:
             left out.
         copies_codes: whether large buffers of integers are copied before the first forward. Those of a whole model may
             be its quantised weights.
+        may_write_weights: whether the first forward may write to its parameters, so that they are copied or summed up.
     """
 
     name: str
@@ -93,6 +94,7 @@ class ForwardState:
     keeps_draws: bool
     is_step: bool = False
     copies_codes: bool = True
+    may_write_weights: bool = True
     names: list[str] = dataclasses.field(default_factory=list)
     """The names in all dicts of `Settings.tensors`, in order; empty if parameters and buffers are not compared."""
     values: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
@@ -150,7 +152,7 @@ class ForwardState:
         dicts = settings.dicts(block)
         cut = {}
         places = settings.state
-        if not settings.has_run and self.parameters_stay:
+        if not settings.has_run and self.parameters_stay and self.may_write_weights:
             places = places + [place for place in settings.weights if _is_small_at(dicts, place)]
             self.sums = {place: _checksum(dicts[place[0]][place[1]]) for place in settings.weights}
         for place in places:

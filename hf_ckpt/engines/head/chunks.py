@@ -65,7 +65,9 @@ class HeadCall:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.hidden = Seen(hidden.detach())
         # It never runs the head by `ForwardState.run`: which buffers a head writes is not learned, so all are copied.
-        self.state = ForwardState("head", module, Settings(module), parameters_stay=True, keeps_draws=False)
+        self.state = ForwardState(
+            "head", module, Settings(module), parameters_stay=True, keeps_draws=False, may_write_weights=False
+        )
         # Quantised weights have no plain values to compare. They are frozen, so no optimizer changes them.
         self.samples = [(p, _sample(p)) for p in module.parameters() if type(p.data) is torch.Tensor]
         """Each parameter whose values can be read, and some of its values at the call."""
