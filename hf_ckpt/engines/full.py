@@ -113,7 +113,7 @@ class FullRegion(Region):
         self.forwards += 1
         # A block may change a list that it is given. Its recomputation must find the list as it was.
         fn, args, tensors = as_given(self.block, fn, args)
-        given = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
+        arguments = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
         inputs = SeenTensors(tensors)
         counted = Counted(fn, self, inputs)
         try:
@@ -133,10 +133,10 @@ class FullRegion(Region):
         except BaseException:
             stop_counts()
             raise
-        if not given.are_unchanged() and needs_gradient(output):
+        if not arguments.are_unchanged() and needs_gradient(output):
             # torch would find a change of positional ones only in backward, where the operation is not known any more,
             # and of others never. None may be overwritten: the other change is that one now requires gradients.
-            for tensor, version in given.overwritten():
+            for tensor, version in arguments.overwritten():
                 operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
                 raise InPlaceError(self.block, tensor, version, operation)
         return output

@@ -96,9 +96,9 @@ def _tables(costs: Costs) -> list[_Table]:
     least: dict[str, list[int]] = {}
     for call in costs.calls:
         sizes = sorted({cost.shared_bytes for cost in call.costs.values()})
-        known = least.setdefault(call.block.stack, sizes)
-        most = min(known[-1], sizes[-1])
-        least[call.block.stack] = sorted(size for size in {*known, *sizes} if size <= most)
+        sizes_so_far = least.setdefault(call.block.stack, sizes)
+        most = min(sizes_so_far[-1], sizes[-1])
+        least[call.block.stack] = sorted(size for size in {*sizes_so_far, *sizes} if size <= most)
     # Few in real models. If there are many, the smaller ones, which hold for all, and the largest stay.
     freed = [sizes if len(sizes) <= SIZES else [*sizes[: SIZES - 1], sizes[-1]] for sizes in least.values()]
     tables = []

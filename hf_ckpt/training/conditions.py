@@ -133,7 +133,7 @@ class Batch:
                 return None
             for (_, shape), (_, other_shape) in zip(forward.shapes, another.shapes, strict=True):
                 pairs.update(zip(shape, other_shape, strict=True))
-        ratios = {max(1, theirs) / max(1, own) for own, theirs in pairs if own != theirs}
+        ratios = {max(1, there) / max(1, here) for here, there in pairs if here != there}
         if (self.state, self.has_gradients) != (other.state, other.has_gradients) or len(ratios) > 1:
             return None
         return ratios.pop() if ratios else 1.0

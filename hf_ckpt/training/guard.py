@@ -345,10 +345,10 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     record = installation(base)
     assert record is not None
     record.end_watch()
-    asked = record.tightened or record.spec
+    user_spec = record.tightened or record.spec
     # Whoever disables a plan that is tightened, such as TRL around a generation that fails, does not go back by that.
     if record.tightened is None and not record.enabled and (record.plan.active() or record.plan.head != "full"):
-        record.tightened = asked
+        record.tightened = user_spec
         put_on(blocks, record)
         return f"the installed plan ({record.plan.summary()})"
     limit = None if record.session is None else record.session.lower_limit()
@@ -363,6 +363,6 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
         return None
     plan, change = tighter
     adopt(blocks, record, spec_of(plan, record.spec), plan)
-    record.tightened = asked
+    record.tightened = user_spec
     put_on(blocks, record)
     return change

@@ -160,13 +160,15 @@ class Decider:
 
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
         """Return the spec and plan after an enable call with these options; None if they do not change."""
-        asked = record.tightened
+        user_spec = record.tightened
         has_same_blocks = {block.name for block, _ in record.plan.actions} == blocks.modules.keys()
         # The guard's plan is none for layers that were added or dropped since.
-        before = record.spec if asked is None or has_same_blocks else asked
+        before = record.spec if user_spec is None or has_same_blocks else user_spec
         spec = parse_for(lambda: before.updated(options), functools.partial(_plan_of, blocks))
         # TRL enables a model again after each generation, and a Trainer in each `train`.
-        if has_same_blocks and (spec == record.spec or (asked is not None and asked.updated(options) == asked)):
+        if has_same_blocks and (
+            spec == record.spec or (user_spec is not None and user_spec.updated(options) == user_spec)
+        ):
             return None
         if spec.plan is None or spec.plan != record.spec.plan:
             return spec, decide(blocks, spec)[1]

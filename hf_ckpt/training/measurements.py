@@ -69,19 +69,19 @@ class Measurements:
     """Measured steps under the action that keeps least, with what trials of others have shown in them, and times.
 
     Args:
-        found: the blocks of the model.
+        model_blocks: the blocks of the model.
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
             measured under `full`, or with compiled blocks under share 0.
         fixed: block -> the action that it always has. Steps are measured under it, too.
     """
 
-    def __init__(self, found: FoundBlocks, actions: Sequence[Action], fixed: Mapping[str, Action]) -> None:
-        self.modules = found.modules
+    def __init__(self, model_blocks: FoundBlocks, actions: Sequence[Action], fixed: Mapping[str, Action]) -> None:
+        self.modules = model_blocks.modules
         self.actions = tuple(actions)
         self.least = self.actions[-1]
         """The action that keeps least."""
         self.fixed = fixed
-        self.blocks = {block.name: block for block in found.blocks}
+        self.blocks = {block.name: block for block in model_blocks.blocks}
         """Name -> block."""
         self.references: dict[Batch, Step] = {}
         """Steps in which all blocks had the action that keeps least."""
@@ -226,11 +226,11 @@ class Measurements:
         """
         if not self._by_length:
             return {1.0: steps[batch]} if batch in steps else {}
-        found = {length: step for other, step in steps.items() if (length := batch.length_of(other)) is not None}
-        if not found:
+        measured = {length: step for other, step in steps.items() if (length := batch.length_of(other)) is not None}
+        if not measured:
             return {}
-        form = _form(found[min(found, key=lambda length: abs(math.log(length)))])
-        return {length: step for length, step in found.items() if _form(step) == form}
+        form = _form(measured[min(measured, key=lambda length: abs(math.log(length)))])
+        return {length: step for length, step in measured.items() if _form(step) == form}
 
     def lacks_forwards(self, batch: Batch) -> bool:
         """Whether the step of a batch must be measured: the first ones of a length, and those much longer or shorter
