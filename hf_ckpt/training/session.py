@@ -271,13 +271,7 @@ class Session:
         """Choose and enable the plan for a training forward of `running` that is about to begin."""
         base = self._base()
         assert base is not None
-        thread = threading.get_ident()
-        if self._thread not in (0, thread) and compat.frames.runs_in(self._thread, running):
-            raise HfCkptError(
-                f"{type(running).__name__} runs a training forward in another thread, too, and `{self._spec.policy}` "
-                "plans for one step at a time. Give `full` or `selective`, or let the threads take turns."
-            )
-        self._thread = thread
+        self._refuse_threads(running)
         self._optimizers.watch(base)
         forward = self._forwards.read(stack, args, kwargs)
         if self._goes_on():
@@ -314,6 +308,16 @@ class Session:
         self._peaks.close()
         if planned.phase in MEASURED:
             self._begin(record, base, running, planned, args, kwargs)
+
+    def _refuse_threads(self, running: nn.Module) -> None:
+        """Raise `HfCkptError` if another thread is in a training forward of the model."""
+        thread = threading.get_ident()
+        if self._thread not in (0, thread) and compat.frames.runs_in(self._thread, running):
+            raise HfCkptError(
+                f"{type(running).__name__} runs a training forward in another thread, too, and `{self._spec.policy}` "
+                "plans for one step at a time. Give `full` or `selective`, or let the threads take turns."
+            )
+        self._thread = thread
 
     def after_forward(self, output: Any) -> None:
         """A training forward has ended with an output, or has raised an error, without one."""
