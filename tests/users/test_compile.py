@@ -25,6 +25,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.units import counted
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 LAYERS = 2
@@ -142,7 +143,7 @@ def test_every_action_runs_in_graphs(name):
     assert whole.regions == [blocks]
     assert ("in a graph" in whole.description.head_ran) == ("head" in spec)
     assert not whole.description.chunked_heads
-    assert f"where nothing is counted: {blocks} blocks" in str(whole.description)
+    assert f"where nothing is counted: {counted(blocks, 'block')}" in str(whole.description)
 
 
 @pytest.mark.trap(34)
