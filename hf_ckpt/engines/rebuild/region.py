@@ -139,9 +139,9 @@ class RebuildRegion(Region):
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
-        except Exception:
+        except Exception:  # the end of the model's forward, which is told of it, ends the count
             raise
-        except BaseException:
+        except BaseException:  # an interrupt ends the step before anything is told
             stop_counts()
             raise
         finally:
