@@ -69,10 +69,27 @@ def call_before_optimizers(before: Callable[[torch.optim.Optimizer], None]) -> R
     return register_optimizer_step_pre_hook(lambda optimizer, *_: None if is_compiling() else before(optimizer))
 
 
+class _Arguments(dict[str, Any]):
+    """The keyword arguments of an optimizer's step, which live as long as the step."""
+
+
 def call_around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> list[RemovableHandle]:
-    """Call two functions before and after every optimizer step of the process, until the handles are removed."""
+    """Call two functions before and after every optimizer step of the process, until the handles are removed.
+
+    torch calls no hook after a step that raised. Then `after` is called as soon as nothing refers to the frames of the
+    step any more, that is, when the error has been handled.
+    """
+
+    def begin(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_compiling():
+            return None
+        before()
+        arguments = _Arguments(kwargs)
+        weakref.finalize(arguments, after).atexit = False
+        return args, arguments
+
     return [
-        call_before_optimizers(lambda _: before()),
+        register_optimizer_step_pre_hook(begin),
         register_optimizer_step_post_hook(lambda *_: None if is_compiling() else after()),
     ]
 

@@ -185,7 +185,9 @@ class Recorder:
         return None if self.levels.is_blind else step_of(self.levels.levels(), outside_peak_bytes)
 
     def _after_optimizer(self) -> None:
-        if self.has_ended:  # an optimizer that steps within the backward must not end the measurement
+        # An optimizer that steps within the backward must not end the measurement. A graph that was dropped without a
+        # backward has ended it already.
+        if self.has_ended or not self.boundaries.has_graph:
             self.levels.stop()
 
 

@@ -389,6 +389,31 @@ def test_the_state_of_an_optimizer_that_steps_while_the_plan_is_off_is_counted()
     assert [*hooks] == before
 
 
+def is_counting():
+    return any(isinstance(mode, LiveBytes) for mode in dispatch_modes())
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_count_outlives_an_optimizer_step_in_a_measured_step(fails, has_backward):
+    """torch calls no hook after one that fails; its caller may go on without this model."""
+    loop = Loop()
+    loss = loop.loss()
+    if has_backward:
+        loss.backward()
+    del loss
+    assert current(loop.model).phase is Phase.MEASURE
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    seen = []
+    other.register_step_pre_hook(lambda *_: seen.append(is_counting()))
+    if fails:
+        other.register_step_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
+        other.step()
+    assert seen == [True]
+    assert not is_counting()
+
+
 def test_a_backward_in_another_thread_than_the_forward_is_not_measured(caplog):
     """A CPU runs it in the thread that calls it, where a count of live bytes does not see it."""
     loop = Loop()
