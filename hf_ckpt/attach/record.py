@@ -18,6 +18,7 @@ from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.region import Region, Request, make
 from hf_ckpt.engines.trials import Mark, Trial, Trials, Tries, unmarked
+from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, base_model
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.description import Description, Watched
@@ -108,6 +109,8 @@ class Functions:
         stays = staying(blocks)
         self._mover.before = {block.name: before.name for before, block in itertools.pairwise(blocks)}
         regions: Regions = {}
+        if any(action.made for _, action in plan.actions):
+            raise HfCkptError("segments have no engine yet.")
         for name, action in plan.active().items():
             mover = None if name in stays else self._mover
             regions[name] = self.function(name, action, mover)

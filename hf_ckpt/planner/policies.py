@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_ckpt.errors import PlanMismatchError, SpecError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action, lighter
 from hf_ckpt.spec.plan import Block, Plan
-from hf_ckpt.spec.reading import SAVING, did_you_mean, parse_layers
+from hf_ckpt.spec.reading import SAVING, Segments, did_you_mean, parse_layers
 from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
 
 
@@ -45,14 +46,36 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
         # Each stack is counted by itself: transformers' own `every_n_layers` runs one counter through all of them.
         chosen = [block for block in chosen if block.index % spec.every_n_layers == 0]
     actions |= dict.fromkeys(chosen, _action(spec, spec.policy, spec.save, spec.share))
+    owners: dict[Block, int] = {}
     for number, rule in enumerate(spec.rules):
         # A rule of a whole stack may come from a policy for each stack, where nobody counted rules.
         where = "`policy` or `rules`" if rule.layers is None else f"`rules`[{number}]"
         chosen = _select(rule.layers or "0-", rule.stack, stacks, where, problems)
         actions |= dict.fromkeys(chosen, _action(spec, rule.policy, rule.save or spec.save, rule.share))
+        owners |= dict.fromkeys(chosen, number)
+    actions |= _in_segments_of(spec, actions, owners, problems)
     if problems:
         raise SpecError(problems)
     return Plan(family=family, model=model, actions=tuple(actions.items()), head=spec.head)
+
+
+def in_segments(actions: Mapping[Block, Action], segments: Segments) -> dict[Block, Action]:
+    """Return the same actions, with the recomputed blocks of each stack in segments.
+
+    While backward is in a segment, those before it hold one input each, and it holds as many as it has blocks. So sizes
+    fall by one from segment to segment (8, 7, ... 1 for 36 blocks), and each segment needs the same: n blocks hold
+    about sqrt(2 n) inputs. Inputs in host memory need no room on the device, so that segments are equal then.
+
+    Args:
+        actions: block -> action, stack by stack.
+        segments: as `Spec.segments`: how many segments there are; `sqrt` is the number for which a step holds least.
+    """
+    divided = dict(actions)
+    for stack, group in itertools.groupby(actions, key=lambda block: block.stack):
+        number = _segments_in(segments, stack)
+        if number is not None:
+            divided |= _divided({block: actions[block] for block in group}, number)
+    return divided
 
 
 def parse_for(parse: Callable[[], Spec], plan_of: Callable[[Spec], object]) -> Spec:
@@ -137,6 +160,73 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
     if policy in PLANNED_POLICIES:
         return FULL
     return OFFLOAD if spec.offload is True else Action(policy)
+
+
+def _in_segments_of(
+    spec: Spec, actions: Mapping[Block, Action], owners: Mapping[Block, int], problems: list[str]
+) -> dict[Block, Action]:
+    """Return the actions of the blocks that a spec puts into segments. `owners` is the rule of each block that has one.
+
+    What a session plans is left to it. Errors are added to `problems`.
+    """
+    stacks = list(dict.fromkeys(block.stack for block in actions))
+    named = dict(spec.segments) if isinstance(spec.segments, tuple) else {}
+    for stack in named.keys() - stacks:
+        hint = did_you_mean(stack, stacks) or "."
+        listed = ", ".join(map(repr, stacks))
+        problems.append(f"`segments` names the stack {stack!r}, but this model has {listed}{hint}")
+    groups: dict[tuple[str, int | None, int | str], dict[Block, Action]] = {}
+    for block, action in actions.items():
+        rule = None if block not in owners else spec.rules[owners[block]]
+        owner = None if rule is None or rule.segments is None else owners[block]
+        number = _segments_in(spec.segments, block.stack) if rule is None or owner is None else rule.segments
+        if number is not None and (not spec.is_planned or spec.is_fixed(block.stack)):
+            groups.setdefault((block.stack, owner, number), {})[block] = action
+    divided: dict[Block, Action] = {}
+    for (_, _, number), group in groups.items():
+        divided |= _divided(group, number)
+    if groups and not spec.is_planned and not any(action.made for action in divided.values()):
+        problems.append(
+            "`segments` leaves every input where it is: a segment needs at least two recomputed blocks that follow one "
+            "another. Ask for fewer segments, or leave `segments` out."
+        )
+    return divided
+
+
+def _segments_in(segments: Segments | None, stack: str) -> int | str | None:
+    """Return the number of segments in one stack; None without segments."""
+    return dict(segments).get(stack) if isinstance(segments, tuple) else segments
+
+
+def _divided(actions: Mapping[Block, Action], number: int | str) -> dict[Block, Action]:
+    """Return the actions of one stack, with its recomputed blocks in so many segments."""
+    divided = dict(actions)
+    blocks = [block for block, action in actions.items() if "made" in ACTIONS[action.kind].options]
+    falling = OFFLOAD not in actions.values()
+    for size in _sizes(len(blocks), number, falling=falling):
+        segment = blocks[:size]
+        blocks = blocks[size:]
+        # A block that something else runs before holds its own input.
+        inner = [block for before, block in itertools.pairwise(segment) if block.index == before.index + 1]
+        divided |= {block: dataclasses.replace(actions[block], made=True) for block in inner}
+    return divided
+
+
+def _sizes(blocks: int, number: int | str, *, falling: bool) -> list[int]:
+    """Return the number of blocks of each segment. They fall by one, as far as the blocks reach, or are equal."""
+    if isinstance(number, str):
+        number = math.ceil((math.sqrt(8 * blocks + 1) - 1) / 2)  # sizes of so many segments fall to 1
+    number = min(number, blocks)
+    if not falling:
+        return [(blocks + number - 1 - place) // number for place in range(number)]
+    sizes = []
+    for left in range(number, 0, -1):
+        # The smallest first size from which sizes that fall by one reach the end; later ones are at least 1.
+        largest = math.ceil((blocks + left * (left - 1) / 2) / left)
+        size = min(largest, blocks - (left - 1))
+        sizes.append(size)
+        blocks -= size
+    return sizes
 
 
 def _select(

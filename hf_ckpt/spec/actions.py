@@ -28,12 +28,16 @@ class Action:
     while the block is recomputed."""
     moved: bool = False
     """For `selective`: whether saved tensors are in host memory until backward."""
+    made: bool = False
+    """For blocks that are recomputed: whether backward makes their hidden states again, by running the block before."""
     share: float | None = None
     """For `compiled`: how much the compiler saves, from 0 (the inputs) to 1 (what makes the step fastest)."""
     tile: int | str | None = None
     """For `full+tiles`: the tokens of a tile. None is as `auto`."""
 
     def __str__(self) -> str:
+        if self.made:
+            return f"{dataclasses.replace(self, made=False)}, its input made again"
         if self.share is not None:
             return f"{self.kind} (share {self.share:g})"
         if isinstance(self.tile, int):
@@ -102,13 +106,14 @@ ACTIONS: dict[str, ActionKind] = {
             "full",
             engine="hf_ckpt.engines.full:make",
             hooks="hf_ckpt.engines.routers:hooks",
+            options=("made",),
             candidates=(FULL,),
             next=OFFLOAD,
         ),
         ActionKind(
             "full+selective",
             engine="hf_ckpt.engines.rebuild.full_selective:make",
-            options=("save",),
+            options=("save", "made"),
             candidates=(FULL_SELECTIVE,),
             next=OFFLOAD,
         ),
@@ -117,7 +122,7 @@ ACTIONS: dict[str, ActionKind] = {
             engine="hf_ckpt.engines.tiles:make",
             hooks="hf_ckpt.engines.tiles:hooks",
             is_policy=False,
-            options=("tile",),
+            options=("tile", "made"),
             candidates=(Action("full+tiles", tile="auto"),),
             is_exact=False,
             # Not `offload`, which runs feed-forwards as a whole: smaller tiles, see `lighter`.
@@ -125,6 +130,7 @@ ACTIONS: dict[str, ActionKind] = {
         ActionKind(
             "offload",
             engine="hf_ckpt.engines.offload:make",
+            options=("made",),
         ),
         ActionKind(
             "compiled",

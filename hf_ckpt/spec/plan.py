@@ -184,7 +184,7 @@ class Plan:
         for stack, pairs in self.stacks().items():
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
             parts = [f"{action} {spans(indices)}" for action, indices in _positions(pairs).items()]
-            lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
+            lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join([*parts, *_made_again(pairs)])}")
         if self.head != "full":
             size = self.head if isinstance(self.head, str) else f"{self.head} tokens"
             lines.append(f"  head: planned in chunks ({size})")
@@ -200,15 +200,27 @@ def staying(blocks: Iterable[Block]) -> set[str]:
 
 
 def _positions(pairs: list[tuple[Block, Action]]) -> dict[str, list[int]]:
-    """Return action, in words -> the positions of its blocks in their stack."""
+    """Return action, in words -> the positions of its blocks in their stack. `_made_again` counts those in segments."""
     positions: dict[str, list[int]] = {}
     for block, action in pairs:
-        positions.setdefault(str(action), []).append(block.index)
+        positions.setdefault(str(dataclasses.replace(action, made=False)), []).append(block.index)
     return positions
+
+
+def _made_again(pairs: list[tuple[Block, Action]]) -> Iterator[str]:
+    """Yield how many blocks of a stack do not hold their hidden states, in words; nothing if all do."""
+    made = sum(action.made for _, action in pairs)
+    if made:
+        yield f"{made} of {counted(len(pairs), 'input')} made again"
 
 
 def _summary(pairs: list[tuple[Block, Action]]) -> str:
     """Return the actions of one stack in one line."""
+    return "; ".join([_chosen(pairs), *_made_again(pairs)])
+
+
+def _chosen(pairs: list[tuple[Block, Action]]) -> str:
+    """Return which blocks of one stack have which action, in words."""
     chosen = _positions(pairs)
     chosen.pop(str(KEEP), None)
     if not chosen:

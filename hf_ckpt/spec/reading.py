@@ -25,9 +25,13 @@ _OTHERS = (record.name for record in ACTIONS.values() if record.is_policy and re
 POLICIES = ("none", "full", *_OTHERS, "budget", "auto")
 SAVING = tuple(record.name for record in ACTIONS.values() if record.is_policy and "save" in record.options)
 """Policies with the option `save`."""
+SEGMENTED = tuple(record.name for record in ACTIONS.values() if record.is_policy and "made" in record.options)
+"""Policies whose blocks can be divided into segments."""
 
 Layers = str | tuple[tuple[str, str], ...]
 """A choice of blocks like "0-15,-1" for every stack, or (stack, such a choice) pairs."""
+Segments = int | str | tuple[tuple[str, int | str], ...]
+"""A number of segments or `sqrt` for every stack, or (stack, such a number) pairs."""
 
 Reader = Callable[[Any], Any]
 _RANGE = re.compile(r"(-?\d{1,9})(-(-?\d{1,9})?)?")
@@ -48,6 +52,8 @@ class Rule:
     """As `Spec.save`; None for the spec's own."""
     share: float | None = None
     """As `Spec.share`; None for the share of the rule's policy."""
+    segments: int | str | None = None
+    """As `Spec.segments`, counted in the blocks of the rule; None if they belong to the segments of the spec."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as a dict, as in a spec."""
@@ -224,6 +230,9 @@ def _read_rule(written: Any) -> Rule:
         problems.append(f"`save` goes with {listed}, but policy is {policy!r}")
     if values.get("share") is not None and policy == "none":
         problems.append("`share` is how much planned blocks keep, but policy is 'none'")
+    if values.get("segments") is not None and policy not in (None, *SEGMENTED):
+        listed = " or ".join(f"`policy: {name}`" for name in SEGMENTED)
+        problems.append(f"`segments` goes with {listed}, but policy is {policy!r}")
     if problems:
         raise ValueError(", and ".join(problem.rstrip(".") for problem in problems))
     return Rule(**values)
@@ -236,6 +245,7 @@ RULE_READERS: dict[str, Reader] = {
     "policy": one_of(*POLICIES),
     "save": _read_save,
     "share": _optional(_read_share),
+    "segments": _optional(whole(1, "sqrt")),
 }
 # Key of a spec -> its reader.
 READERS: dict[str, Reader] = {
@@ -252,6 +262,7 @@ READERS: dict[str, Reader] = {
     "use_reentrant": _read_reentrant,
     "head": whole(1, "full", "auto"),
     "mlp": whole(1, "full", "auto"),
+    "segments": _optional(_for_stacks(whole(1, "sqrt"))),
     "check_every": whole(0),
     "on_mismatch": one_of("warn", "raise"),
     "plan": _optional(_read_plan),
@@ -262,6 +273,7 @@ READERS: dict[str, Reader] = {
 OPTIONS: dict[str, Reader] = {
     "save": _read_save,
     "moved": one_of(True, False),
+    "made": one_of(True, False),
     "share": _optional(_read_share),
     "tile": _optional(whole(1, "auto")),
 }

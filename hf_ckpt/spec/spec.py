@@ -17,7 +17,7 @@ from typing import Any
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import parse_values, read_values, without_repeats
-from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, Layers, Rule, read_keys
+from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, SEGMENTED, Layers, Rule, Segments, read_keys
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
@@ -81,6 +81,10 @@ class Spec:
     mlp: int | str = "full"
     """A number runs the feed-forward of each block that is recomputed as a whole in tiles of so many tokens. `auto` is
     2048, and `full` runs it as a whole. A plan for a budget takes tiles where they help."""
+    segments: Segments | None = None
+    """Divide the blocks that are recomputed into so many segments, in every stack or in each stack that is named. Only
+    the first block of a segment holds its hidden states; backward makes those of the others again. `sqrt` is the number
+    for which a step holds least."""
     check_every: int = 100
     """In every n-th training forward, one block is checked: whether its backward gets what its forward saved. Blocks
     take turns. 0 checks nothing."""
@@ -132,7 +136,7 @@ class Spec:
                 continue
             if field.name == "rules":
                 value = [rule.to_dict() for rule in self.rules]
-            elif field.name == "layers" and isinstance(value, tuple):
+            elif field.name in ("layers", "segments") and isinstance(value, tuple):
                 value = dict(value)
             elif isinstance(value, tuple):
                 value = list(value)
@@ -259,6 +263,7 @@ def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
         ("offload: true", spec.offload is True and stays, ("full", "offload"), saved_hint),
         ("offload: saved", spec.offload == "saved" and stays, ("selective",), true_hint),
         ("mlp", spec.mlp != "full", ("full", *PLANNED_POLICIES), ""),
+        ("segments", spec.segments is not None, (*SEGMENTED, *PLANNED_POLICIES), ""),
     )
     if spec.policy == "budget" and spec.budget is None:
         yield "`policy: budget` needs `budget`, for example '20GiB'."
@@ -274,6 +279,8 @@ def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     choosing = [key for key in ("layers", "every_n_layers") if getattr(spec, key) != getattr(Spec, key)]
     if spec.mlp != "full" and (spec.offload or compiled):
         yield "`mlp` goes with `full`; it cannot be combined with `offload` or `compile`."
+    if compiled and (spec.segments is not None or any(rule.segments is not None for rule in spec.rules)):
+        yield "`segments` goes with blocks that run as they are; it cannot be combined with `compile`."
     if len(choosing) > 1:
         yield "`layers` and `every_n_layers` both choose blocks; give one of them."
     # A session plans stack by stack, from what all blocks of a kind cost. It has no place for a single block.

@@ -1,13 +1,16 @@
 """From spec and blocks to a plan: chosen blocks, what does not fit, plans of other models, and plans in print."""
 
+import itertools
+import math
+
 import pytest
 from helpers.tables import table
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
-from hf_ckpt.planner.policies import fit_plan, make_plan
-from hf_ckpt.spec.actions import KEEP
+from hf_ckpt.planner.policies import fit_plan, in_segments, make_plan
+from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.spec.spec import Spec
@@ -47,6 +50,39 @@ def test_shares_of_compiled_blocks(spec, shares):
     plan = plan_for({"compile": "blocks", **spec}, encoder=3)
     assert [(action.kind, action.share) for _, action in plan.actions] == [("compiled", share) for share in shares]
     assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(("count", "spec", "sizes"), PLANS["segments"])
+def test_segments(count, spec, sizes):
+    """The first block of each holds its input."""
+    plan = plan_for(spec, decoder=count)
+    first = [index for index, (_, action) in enumerate(plan.actions) if not action.made]
+    assert [end - start for start, end in itertools.pairwise([*first, count])] == sizes
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@given(count=st.integers(1, 40), number=st.integers(1, 40))
+def test_segments_hold_as_little_as_any_of_so_many(count, number):
+    """While backward is in one, those before it hold an input each, and it holds as many as it has blocks."""
+
+    def held(number):
+        """Inputs held under a number of segments."""
+        actions = in_segments(dict.fromkeys(blocks(decoder=count), FULL), number)
+        first = [index for index, action in enumerate(actions.values()) if not action.made]
+        return max(place + end - start for place, (start, end) in enumerate(itertools.pairwise([*first, count])))
+
+    few = min(number, count)
+    triangle = count + few * (few - 1) // 2  # what sizes that fall by one fill up
+    assert held(number) == max(few, math.ceil(triangle / few))
+    assert held("sqrt") == min(map(held, range(1, count + 1)))
+
+
+def test_segments_that_nothing_is_in_are_refused():
+    """With what is needed, and with all other problems."""
+    with pytest.raises(SpecError, match="needs at least two recomputed blocks that follow one another"):
+        plan_for({"segments": 2, "every_n_layers": 2}, decoder=8)
+    with pytest.raises(SpecError, match=r"`segments` names the stack 'decodr', but .*did you mean 'decoder'"):
+        plan_for({"segments": {"decodr": 2}}, decoder=8)
 
 
 def slow_twin(parts, count):
