@@ -140,6 +140,17 @@ class Costs:
         """
         return tuple(call.first_of(action, ON_DEVICE.get(action, action)) for call in self.calls)
 
+    def restricted(self, actions: Mapping[Block, Action]) -> Costs:
+        """The costs in which these blocks have one action only: this one, or what keeps the same on the device."""
+        calls = []
+        for call in self.calls:
+            if call.block in actions:
+                action = actions[call.block]
+                chosen = call.first_of(action, ON_DEVICE.get(action, action))
+                call = dataclasses.replace(call, costs={chosen: call.costs[chosen]})
+            calls.append(call)
+        return dataclasses.replace(self, calls=tuple(calls))
+
     def choice(self, chosen: Mapping[str, Action]) -> Choice:
         """The choice that gives blocks, by name, these actions if they may have them; others keep least."""
         least = FULL if FULL in self.actions else COMPILED

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.doctor.owners import OWNERS, Owner, owner_of, without_sections
-from hf_ckpt.errors import HfCkptError, reason_of, shown
+from hf_ckpt.errors import HfCkptError, SpecError, reason_of, shown
 from hf_ckpt.forecast.question import FIELDS
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
@@ -191,9 +191,22 @@ def fields_of(training: Training, options: Mapping[str, Any]) -> dict[str, Any]:
         fields |= chosen
     if "global_batch" in options:  # chooses these two anew
         fields = {name: value for name, value in fields.items() if name not in ("batch", "accumulation")}
-    fields |= _of_splits(training, fields.get("tokens")) | dict(options)
+    fields |= _of_splits(training, fields.get("tokens")) | _of_spec(training, fields.get("parallel")) | dict(options)
     fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
     return {**fields, **_of_model(fields)} if "model" in fields else fields
+
+
+def _of_spec(training: Training, parallel: str | None) -> dict[str, Any]:
+    """Return what a file's spec asks: how the head and feed-forwards run, a budget, or else the `spec` to compare."""
+    try:
+        spec = Spec.parse(training.kwargs) if training.reads_spec and isinstance(training.kwargs, dict) else None
+    except SpecError:  # `rules` reports it
+        return {}
+    if spec is None:
+        return {}
+    names = ("budget", "host_budget", "mlp", *(("head",) if parallel in (None, "ddp") else ()))
+    fields = {name: getattr(spec, name) for name in names if getattr(spec, name) != FIELDS[name].default}
+    return fields if spec.is_planned and not spec.rules else {**fields, "spec": spec}
 
 
 def _of_splits(training: Training, tokens: int | None) -> dict[str, Any]:

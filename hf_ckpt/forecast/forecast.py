@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import Choice, Costs, timeline, with_offloading
+from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offloading
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
@@ -21,8 +21,10 @@ from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_d
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.choose import choice_within, frontier, plan_of
-from hf_ckpt.spec.actions import FULL, KEEP
+from hf_ckpt.planner.policies import make_plan
+from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
 
 USUAL = {"none": KEEP, "full": FULL}
@@ -85,6 +87,14 @@ def micro_batches(sequences: int) -> list[int]:
     return batches
 
 
+def _fastest_or_lowest(candidates: Sequence[Costs], limit: int) -> tuple[Costs, Choice]:
+    """The fastest plan within a limit; if none fits, the one with the lowest peak."""
+    try:
+        return choice_within(candidates, limit)
+    except InfeasibleError as error:
+        return choice_within(candidates, error.floor_bytes)
+
+
 class Forecaster:
     """Answers a question, and similar ones. It measures each training once.
 
@@ -115,7 +125,7 @@ class Forecaster:
         self._tell = tell
         self._config = config
         self._models: dict[Question, ShallowModel] = {}
-        self._costs: dict[Question, Costs] = {}
+        self._costs: dict[tuple[Question, frozenset[Action]], Costs] = {}
 
     def answer(self, *, nearest: bool = True) -> Forecast:
         """Return the fastest plan within the question's budget, with what to compare it with.
@@ -136,14 +146,17 @@ class Forecaster:
             # Not an error for who asks "what would fit?": the page and the command show what the lowest peak consists
             # of, and what fits with one change.
             lowest = self._forecast(*choice_within(self.candidates(self.training), error.floor_bytes), self.budget)
-            notes = (*error.notes, *(f"to lower it: {hint}" for hint in error.hints))
-            rows = self._changed_rows(FIELDS)
+            rows_of_spec, of_spec = self._spec_rows()
+            notes = (*error.notes, *of_spec, *(f"to lower it: {hint}" for hint in error.hints))
+            rows = (*rows_of_spec, *self._changed_rows(FIELDS))
             return dataclasses.replace(lowest, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
         plan, *usual = forecast.rows
         fields = OF_THE_PLAN if forecast.plan.active() else ()  # more memory cannot make a plain step faster
         # A row that is less than a percent faster is not worth reading: predictions of times are not that exact.
         faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * plan.step_seconds]
-        return dataclasses.replace(forecast, rows=(plan, *splits, *faster, *usual))
+        rows_of_spec, notes = self._spec_rows()
+        rows = (plan, *rows_of_spec, *splits, *faster, *usual)
+        return dataclasses.replace(forecast, rows=rows, notes=(*forecast.notes, *notes))
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
@@ -205,17 +218,50 @@ class Forecaster:
             if name in rows or not change.keys() <= set(fields):
                 continue
             with contextlib.suppress(HfCkptError):
-                rows[name] = self._changed_row(name, change, self.budget)
+                rows[name] = self._changed_row(name, change)
         return tuple(rows.values())
 
-    def _changed_row(self, name: str, change: Mapping[str, Any], limit: int) -> Row:
-        """Return the fastest plan within a limit with one change. Raises `InfeasibleError` if none fits."""
+    def _changed_row(self, name: str, change: Mapping[str, Any], *, fits: bool = True) -> Row:
+        """Return the fastest plan with a change. If none fits, raise `InfeasibleError`, or without `fits`, return the
+        one with the lowest peak."""
         training = on_device(dataclasses.replace(self._asked, **change), self.device)
-        costs, choice = choice_within(self.candidates(training), limit)
-        plan = plan_of(costs, choice, limit)
+        choose = choice_within if fits else _fastest_or_lowest
+        costs, choice = choose(self.candidates(training), self.budget)
+        plan = plan_of(costs, choice)
         options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
         spec = self._spec(costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
+
+    def _spec_rows(self) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+        """Return the row of the spec that is asked about, whether it fits or not, and notes on it.
+
+        Raises `HfCkptError` for a spec that does not fit the model.
+        """
+        spec = self._asked.spec
+        if spec is None:
+            return (), ()
+        if spec.compile is not None:
+            return (), ("the spec that is given compiles blocks, for which no figures are predicted",)
+        head = "full" if self._asked.sharded else spec.head  # as it runs there, whatever the spec says
+        parts: dict[str, Any] = {"head": head, "mlp": spec.mlp, "host_budget": spec.host_budget}
+        training = on_device(dataclasses.replace(self._asked, **parts), self.device)
+        limit = self.budget if spec.budget is None else budget_bytes(spec.budget, self._memory)
+        costs, choice = _fastest_or_lowest(self._costs_of_spec(spec, training), limit)
+        return (self._row("the spec that is given", plan_of(costs, choice), self.budget, spec=spec.to_dict()),), ()
+
+    def _costs_of_spec(self, spec: Spec, training: Question) -> list[Costs]:
+        """Return the costs of the actions that a spec gives; stacks that it leaves to the planner have all actions."""
+        plain = self.costs_of(training)
+        plan = make_plan(spec, plain.blocks, plain.family, plain.model)
+        actions = {block: action for block, action in plan.actions if not spec.is_planned or spec.is_fixed(block.stack)}
+        moved = ON_DEVICE.keys() & actions.values()
+        if len(moved) > 1:
+            raise HfCkptError("two ways of offloading in one spec cannot be predicted: leave one of them out.")
+        costs = self.costs_of(training, frozenset(ON_DEVICE.get(action, action) for action in actions.values()))
+        host_limit = training.host_budget or (2**60 if moved else None)
+        ways = with_offloading(costs, self.device.host_bandwidth, self.device.launch_nanoseconds, host_limit)
+        # On a CPU nothing moves, and blocks keep on the device what they would move.
+        return [way.restricted(actions) for way in ways if moved <= set(way.actions)] or [costs.restricted(actions)]
 
     def _choose_split(self, sequences: int) -> tuple[Row, ...]:
         """Set the fastest micro-batch for so many sequences per step on a rank.
@@ -230,10 +276,7 @@ class Forecaster:
             if batch < sequences and not all(row.fits for row in rows.values()):
                 continue
             change = {"batch": batch, "accumulation": sequences // batch}
-            try:
-                rows[batch] = self._changed_row(f"micro-batch of {batch}", change, self.budget)
-            except InfeasibleError as error:
-                rows[batch] = self._changed_row(f"micro-batch of {batch}", change, error.floor_bytes)
+            rows[batch] = self._changed_row(f"micro-batch of {batch}", change, fits=False)
         fitting = {batch: row.step_seconds for batch, row in rows.items() if row.fits}
         cost = fitting or {batch: row.peak_bytes for batch, row in rows.items()}
         fastest = min(cost, key=lambda batch: cost[batch])
@@ -281,19 +324,21 @@ class Forecaster:
         costs = self.costs_of(training)
         return with_offloading(costs, self.device.host_bandwidth, self.device.launch_nanoseconds, training.host_budget)
 
-    def costs_of(self, training: Question) -> Costs:
+    def costs_of(self, training: Question, further: frozenset[Action] = frozenset()) -> Costs:
         """Return what each action of each block costs in a step, on one rank. It measures each training once.
 
-        Raises `HfCkptError` for a model that does not run on fake tensors.
+        `further` are actions beside those that a plan chooses from. Raises `HfCkptError` for a model that does not run
+        on fake tensors.
         """
         of_model = training.only(MODEL)
         if of_model not in self._models:
             self._models[of_model] = model_of_workload(training, self._config)
-        key = dataclasses.replace(training, host_budget=None)  # offloading is computed from costs, see `candidates`
+        # Offloading is computed from costs, see `candidates`.
+        key = dataclasses.replace(training, host_budget=None), further
         if key not in self._costs:
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
             model = self._models[of_model]
-            costs = costs_of_model(model, training, self.device)
+            costs = costs_of_model(model, training, self.device, further)
             # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
             # that "4 bits" of such a model may be far larger than its users expect.
             experts = nbytes(tensor for tensor in model.tensors if len(tensor.shape) > 2)

@@ -7,6 +7,7 @@ the keywords of `hf_ckpt.predict`, and the command that a page shows.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, Device, device_named
 from hf_ckpt.forecast.optimizers import OPTIMIZERS
+from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
 
 # `force-include` in pyproject.toml copies the configs into the wheel, where there is no folder beside the package.
@@ -66,6 +68,8 @@ class About:
             return [self.opposite if value == self.default else self.flag]
         if isinstance(value, tuple):
             value = ",".join(value)
+        if isinstance(value, Spec):
+            value = json.dumps(value.to_dict())
         # As exact bytes: a command that is copied must ask for the same budget, or the plan that was shown may not fit.
         sized = isinstance(value, int) and self.read in (parse_budget, parse_bytes)
         return [self.flag, exact_size(value) if sized else str(value)]
@@ -91,6 +95,8 @@ class About:
                 raise HfCkptError(f"{self.name} {error}.") from None
         if self.read is _layers and isinstance(value, (list, tuple)):
             return tuple(value)
+        if self.read is _spec and isinstance(value, (Mapping, Spec)):
+            return Spec.parse(value)
         raise HfCkptError(f"{self.name} cannot be {value!r}: {self.help or 'a name'}.")
 
 
@@ -123,6 +129,11 @@ def _tokens(text: str | int) -> int | str:
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
+def _spec(text: str) -> Spec:
+    """A spec, as `Spec.parse` reads texts."""
+    return Spec.parse(text)
+
+
 _NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens)
 """What reads numbers, too."""
 
@@ -135,6 +146,7 @@ _TILE = "auto, or tokens of a tile"
 _HOST = "host memory for offloading"
 _GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
+_SPEC = "a spec to compare the plan with: JSON, KEY=VALUE or a file (default: that of --config)"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
 
@@ -175,6 +187,7 @@ class Question:
     device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=FOLLOWS)
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=FOLLOWS)
     host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=FOLLOWS)
+    spec: Spec | None = _field(None, _SPEC, read=_spec, scope=FOLLOWS)  # noqa: RUF009  # a field
 
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
@@ -238,7 +251,7 @@ FIELDS: dict[str, About] = {
 }
 """Every field of a question by its name."""
 OF_THE_PLAN: dict[str, Any] = {
-    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp")
+    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp", "spec")
 }
 """Fields that say nothing of the training, with their defaults."""
 

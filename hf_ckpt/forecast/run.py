@@ -47,13 +47,14 @@ class _Measured:
     """See `Boundaries.chunks_help`."""
 
 
-def costs_of_model(model: ShallowModel, training: Question, device: Device) -> Costs:
+def costs_of_model(model: ShallowModel, training: Question, device: Device, further: Iterable[Action] = ()) -> Costs:
     """What a model costs under every action, for one batch shape.
 
     Args:
         model: a shallow model.
         training: what is trained, and how.
         device: its row gives the time of operations.
+        further: actions beside those that a plan for a budget chooses from.
 
     Raises `HfCkptError` if the model does not run on fake tensors, or if a step calls a block twice.
     """
@@ -61,7 +62,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device) -> C
         batch = micro_step(training, model.base).batch
     whole = _measure(model, training, device, FULL)
     tile = None if training.mlp == "full" else training.mlp
-    actions = candidates(tile=tile)
+    actions = tuple(dict.fromkeys([*candidates(tile=tile), *further]))
     step = _with_trials_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}
@@ -103,8 +104,10 @@ def _with_trials_of(
     """A step under `full`, with what other steps show of further actions."""
     plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
     for action in actions:
-        if action in (FULL, FULL_SELECTIVE):  # what these cost follows from others
+        if action == FULL:
             continue
+        if action.kind == FULL_SELECTIVE.kind:  # what it costs follows from this one
+            action = Action(SELECTIVE.kind, action.save)
         other = _measure(model, plain, device, action).step
         if action.tile is None:
             step = step.with_trials(other)
@@ -117,8 +120,11 @@ def _trials_of(call: Call, actions: Iterable[Action]) -> dict[Action, Trial]:
     """What a call needs under every action that it may have; those that keep most come first."""
     if call.backward is None:  # nothing to recompute
         return {KEEP: call.as_it_ran()}
-    shown = {**call.trials, FULL: call.as_it_ran(), FULL_SELECTIVE: call.recomputed(call.trials[SELECTIVE])}
-    return {action: shown[action] for action in actions}
+    trials = {**call.trials, FULL: call.as_it_ran()}
+    for action in actions:
+        if action.kind == FULL_SELECTIVE.kind:
+            trials[action] = call.recomputed(trials[Action(SELECTIVE.kind, action.save)])
+    return {action: trials[action] for action in actions}
 
 
 def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[CallCosts, ...]:

@@ -17,7 +17,7 @@ import hf_ckpt
 from hf_ckpt.cli.arguments import options_of
 from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
-from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config
@@ -53,7 +53,7 @@ def plan(folder, monkeypatch, capsys):
         assert min(found["parts"].values()) >= 0
         assert found["floor_bytes"] <= found["peak_bytes"] <= found["budget_bytes"]
         assert [own[name] for name in ("peak_bytes", "step_seconds")] == [found["peak_bytes"], found["step_seconds"]]
-        label = ", head as a whole" if "--head" in options else ""
+        label = ", head as a whole" if "head" in found["plan"] else ""
         assert {f"none{label}", f"full{label}"} <= {row["name"] for row in others}
         faster = [row for row in others if row["options"].startswith(("--head", "--host-budget"))]
         assert all(row["step_seconds"] < own["step_seconds"] for row in faster)
@@ -174,6 +174,57 @@ def test_a_step_that_is_not_split_may_fit_where_micro_steps_do_not():
     with pytest.raises(InfeasibleError) as raised:
         hf_ckpt.predict(**asked, global_batch=2, budget=whole - 1)
     assert raised.value.floor_bytes == whole
+
+
+def test_a_spec_that_is_given_has_a_row(tmp_path):
+    """With the figures of its policy, beside those of the best plan; also if it leaves some stacks to the planner."""
+    asked = {"model": "mini-llama", "batch": 4, "tokens": 256, "device": "a10", "budget": "320MiB"}
+
+    def given(**spec):
+        forecast = hf_ckpt.predict(**asked, spec=spec)
+        (row,) = (row for row in forecast.rows if row.name == "the spec that is given")
+        assert row.spec == Spec.parse(spec).to_dict()
+        return forecast, (row.peak_bytes, row.step_seconds)
+
+    for spec, name in (
+        ({"policy": "full"}, "full"),
+        ({"policy": "none"}, "none"),
+        ({"policy": "budget", "budget": "320MiB"}, "this plan"),
+        ({"policy": {"decoder": "full"}}, "full"),
+    ):
+        forecast, figures = given(**spec)
+        assert figures == next((r.peak_bytes, r.step_seconds) for r in forecast.rows if r.name == name), spec
+    forecast, whole = given(policy="full")
+    plain = forecast.usual[0].peak_bytes, forecast.usual[0].step_seconds
+    half, moved, linear = (
+        given(**spec)[1]
+        for spec in ({"every_n_layers": 2}, {"policy": "offload"}, {"policy": "selective", "save": ["linear"]})
+    )
+    assert moved[1] > whole[1]
+    for figures in (half, linear):
+        assert whole[0] < figures[0] < plain[0]
+        assert whole[1] > figures[1] > plain[1]
+    for spec, said in (({"layers": "9"}, "`layers` names 9"), ({"policy": "ful"}, "did you mean 'full'")):
+        with pytest.raises(HfCkptError, match=said):
+            given(**spec)
+    compiled = hf_ckpt.predict(**asked, spec="compile=blocks")
+    assert any("compiles blocks" in note for note in compiled.notes)
+
+
+def test_the_spec_of_a_file_is_planned(plan, folder):
+    """A fixed policy beside the best plan; of a budget, the options that its keys are."""
+    values = {"model_name_or_path": ".", "per_device_train_batch_size": 8, "max_length": 128, "output_dir": "out"}
+    for spec, options in (
+        ({"policy": "full", "every_n_layers": 2, "head": "auto"}, "--head auto"),
+        ({"policy": "budget", "budget": "6MiB", "mlp": 64}, "--budget 6MiB --mlp 64"),
+    ):
+        kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": spec}
+        (folder / "trainer.yaml").write_text(yaml.safe_dump({**values, **kwargs}))
+        found = plan("--config trainer.yaml --device 4090")
+        same = plan(f". --batch 8 --seq 128 --dtype float32 --optimizer adamw_torch_fused --device 4090 {options}")
+        assert found["rows"][0] == same["rows"][0]
+        given = [row["spec"] for row in found["rows"] if row["name"] == "the spec that is given"]
+        assert given == ([] if "budget" in spec else [spec])
 
 
 def test_a_saved_plan_is_installed_on_the_model(plan, tmp_path):
