@@ -22,7 +22,7 @@ from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.hooks import HeadForward, Instead, ModelHook, Skipped, warn_whole
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
-from hf_ckpt.attach.record import RECORD, ChunkCalls, Decider, Functions, Installation, installation
+from hf_ckpt.attach.record import RECORD, ChunkCalls, Decider, Functions, Installation, installation, record_on
 from hf_ckpt.attach.switches import FUNCTION, carriers, function_of, is_on
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region, hooks_for
@@ -63,7 +63,7 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
     """
     base = blocks.base
     records: dict[nn.Module, Installation] = {
-        module: vars(module)[RECORD] for module in base.modules() if RECORD in vars(module)
+        module: record for module in blocks.named.values() if (record := record_on(module)) is not None
     }
     regions_here = {id(region) for record in records.values() for region in record.regions.values()}
     functions = map(function_of, blocks.modules.values())
@@ -73,21 +73,22 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
             f"{blocks.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
             "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
         )
-    was_on = any(record.enabled for record in records.values()) or any(map(is_on, carriers(base).values()))
+    flags = carriers(blocks.named)
+    was_on = any(record.enabled for record in records.values()) or any(map(is_on, flags.values()))
     record = records.pop(base, None)
     for module in records:  # blocks have one owner: an inner model that was enabled by itself loses its plan
         detach(module)
     if record is None:
         record = Installation(spec, plan, decider=decider)
-        record.originals = {name: switches.original(module) for name, module in carriers(base).items()}
+        record.originals = {name: switches.original(module) for name, module in flags.items()}
         vars(base)[RECORD] = record
         # Under `vars`, they are no submodules, and the class and other models keep their methods. Libraries call either
         # name, and transformers' new method looks whether an object has replaced the old one.
         vars(base).update(dict.fromkeys(compat.transformers.ENABLE_NAMES, EnableHook(base)))
         vars(base).update(dict.fromkeys(compat.transformers.DISABLE_NAMES, DisableHook(base)))
         # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
-        owners = dict.fromkeys(blocks.owners)
-        record.handles = [owner.register_forward_pre_hook(Reminder(base)) for owner in owners]
+        runners = dict.fromkeys(blocks.runners.values())
+        record.handles = [runner.register_forward_pre_hook(Reminder(base)) for runner in runners]
     adopt(blocks, record, spec, plan)
     if was_on:
         put_on(blocks, record)
@@ -100,7 +101,7 @@ def detach(model: nn.Module) -> None:
     Without a record on the model, do nothing.
     """
     base = base_model(model)
-    record = installation(base)
+    record = record_on(base)
     if record is None:
         return
     take_off(base, record)
@@ -156,7 +157,11 @@ def describe(model: nn.Module) -> Description:
     record = installation(model)
     if record is None:
         raise HfCkptError("nothing is installed on this model; call hf_ckpt.install(model) first.")
-    blocks = find_blocks(model)
+    return description_of(find_blocks(model), record)
+
+
+def description_of(blocks: FoundBlocks, record: Installation) -> Description:
+    """As `describe`, for a model whose blocks and record are known."""
     present = tuple((block, action) for block, action in record.plan.actions if block.name in blocks.modules)
     plan = dataclasses.replace(record.plan, actions=present)  # without blocks that were deleted since
     active = plan.active()
@@ -165,7 +170,7 @@ def describe(model: nn.Module) -> Description:
         plan=plan,
         spec=record.spec.to_dict(),
         enabled=record.enabled,
-        frozen=tuple(name for name in frozen_prefix(model, blocks) if name in active),
+        frozen=tuple(name for name in frozen_prefix(blocks) if name in active),
         forwards=record.functions.counts("forwards", regions),
         recomputed=record.functions.counts("recomputed", regions),
         dropped_tensors=sum(region.dropped_tensors for region in regions.values()),
@@ -237,7 +242,7 @@ def paused(model: nn.Module) -> Iterator[None]:
         model: plain or wrapped.
     """
     base = base_model(model)
-    record = installation(base)
+    record = record_on(base)
     if record is None or not record.enabled:
         yield
         return
@@ -245,7 +250,7 @@ def paused(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if installation(base) is record:  # not if it was uninstalled inside
+        if record_on(base) is record:  # not if it was uninstalled inside
             put_on(find_blocks(base), record)
 
 
@@ -279,7 +284,7 @@ def trial(
     """
     blocks = find_blocks(model)
     base = blocks.base
-    before = installation(base)
+    before = record_on(base)
     spec = Spec(plan=GIVEN_PLAN) if spec is None else spec
     with paused(base), _inner_plans_aside(base):
         if before is not None:
@@ -305,13 +310,13 @@ def put_on(blocks: FoundBlocks, record: Installation) -> None:
     """Enable the record's plan: set functions and flags on the blocks, and register the hooks that engines need."""
     base = blocks.base
     if record.enabled:
-        _take_off(base, record)
+        _take_off(base, blocks.named, record)
     made_for = list(map(weakref.ref, blocks.modules.values()))
     if record.made_for not in (None, made_for):  # functions of a replaced block refer to it
         _begin_anew(record)
     record.made_for = made_for
     _remove_hooks(base, record)
-    for name, module in carriers(base).items():
+    for name, module in carriers(blocks.named).items():
         before = record.originals.setdefault(name, switches.original(module))  # layers may have been added since
         switches.switch(module, record.regions.get(name), before)
     regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
@@ -337,31 +342,28 @@ def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
 
     The enable methods of models inside it do nothing from now on.
     """
-    base = blocks.base
     stack_of: dict[nn.Module, str] = {}
     """Module that runs stacks -> the name of the first."""
-    for stack, owner in zip(dict.fromkeys(block.stack for block in blocks.blocks), blocks.owners, strict=True):
-        stack_of.setdefault(owner, stack)
+    for stack, runner in blocks.runners.items():
+        stack_of.setdefault(runner, stack)
     drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
-    planned = set(blocks.modules.values())
+    last = [*blocks.runners.values()][-1]
     record.children = []
-    for name, module in base.named_modules():
-        parts = set(module.modules())
-        if not parts.isdisjoint(planned) and module not in planned:
-            record.children.append(vars(module)["_modules"])
+    for name, module in blocks.around.items():
+        record.children.append(vars(module)["_modules"])
         is_model = isinstance(module, compat.transformers.PreTrainedModel)
-        if parts.isdisjoint(stack_of) or not (is_model or module in stack_of):
+        if not (is_model or module in stack_of):  # a list
             continue
-        session_name = None if module is base else stack_of.get(module, name)
-        if is_model and module is not base:
+        if is_model and module is not blocks.base:
             for method in compat.transformers.ENABLE_NAMES:
                 vars(module).setdefault(method, Skipped(method))
+        session_name = None if module is blocks.base else stack_of.get(module, name)
         names: tuple[str, ...] = ()
         if module in stack_of:
-            names = tuple(block for block, part in blocks.modules.items() if part in parts)
+            names = tuple(block for block in blocks.modules if not name or block.startswith(f"{name}."))
         parameters = compat.transformers.forward_parameters(module)
-        is_last = module is blocks.owners[-1]
-        hook = PassHook(base, Place(session_name, parameters, names, is_last, drops_caches))
+        is_last = module is last
+        hook = PassHook(blocks.base, Place(session_name, parameters, names, is_last, drops_caches))
         record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         record.handles.append(_always_after(module, hook.after))
     # Without copies, the next forward plans for blocks that the plan does not name.
@@ -409,11 +411,12 @@ def take_off(base: compat.transformers.PreTrainedModel, record: Installation) ->
     """
     if record.session is not None:
         record.session.stop(record)
-    _take_off(base, record)
+    _take_off(base, dict(plain_modules(base)), record)
 
 
-def _take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
-    for name, module in carriers(base).items():
+def _take_off(base: compat.transformers.PreTrainedModel, named: Mapping[str, nn.Module], record: Installation) -> None:
+    """As `take_off`, with the modules of the model by name. A session goes on measuring."""
+    for name, module in carriers(named).items():
         switches.switch_off(module, record.originals.get(name, switches.original(module)))
     _remove_hooks(base, record)
     for module in base.modules():  # not only the current head: adapters may have wrapped it since

@@ -21,7 +21,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import EnableHook, detach
 from hf_ckpt.attach.hooks import Skipped, is_trained
-from hf_ckpt.attach.record import RECORD, Installation, installation
+from hf_ckpt.attach.record import RECORD, Installation, record_on
 from hf_ckpt.attach.switches import carriers, is_on
 from hf_ckpt.errors import HfCkptError, NoBlocksError
 from hf_ckpt.logs import tell, warn_once
@@ -105,7 +105,7 @@ class ProcessHooks(Replaced):
         """
         if isinstance(vars(base).get(compat.transformers.ENABLE_NAMES[0]), Skipped):
             return  # a part of a model whose plan is enabled: its own plan would replace functions of that one
-        is_new = installation(base) is None
+        is_new = record_on(base) is None
         if is_new:  # a record that exists was asked for after these hooks
             self.install(base)
         record: Installation = vars(base)[RECORD]
@@ -136,7 +136,7 @@ class ProcessHooks(Replaced):
         if not (trained and module.training) or compat.torch.is_replica(module):
             return  # it may be trained later
         for base in bases:
-            record = installation(base)
+            record = record_on(base)
             try:
                 if record is None or not record.enabled:
                     self.enable(base)
@@ -161,8 +161,10 @@ def install_on_enabled(install: Callable[[nn.Module], object]) -> None:
     models = _models()
     parts = {id(part) for model in models for part in model.modules() if part is not model}
     for model in models:
-        record: Installation | None = vars(model).get(RECORD)
-        is_ours = any(map(is_on, carriers(model).values())) if record is None else record.is_of_process
+        record = record_on(model)
+        is_ours = (
+            any(map(is_on, carriers(dict(model.named_modules())).values())) if record is None else record.is_of_process
+        )
         if id(model) in parts or not is_ours:
             continue
         try:
@@ -176,7 +178,7 @@ def install_on_enabled(install: Callable[[nn.Module], object]) -> None:
 def detach_everywhere() -> None:
     """Remove hf_ckpt from every model that got its plan without an `install(model)`, and from copies of such models."""
     for model in _models():
-        record: Installation | None = vars(model).get(RECORD)
+        record = record_on(model)
         if record is not None and record.is_of_process:
             detach(model)
 

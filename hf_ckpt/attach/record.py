@@ -282,7 +282,12 @@ class Installation:
         return {**vars(self), "session": None, "watch": None, "outermost": None, "made_for": None}
 
 
-def installation(model: nn.Module) -> Installation | None:
-    """Return the record on a model, or None if nothing is installed. Raises `NoBlocksError` as `base_model` does."""
-    record: Installation | None = vars(base_model(model)).get(RECORD)
+def record_on(base: nn.Module) -> Installation | None:
+    """Return the record on a base model, or None if nothing is installed."""
+    record: Installation | None = vars(base).get(RECORD)
     return record
+
+
+def installation(model: nn.Module) -> Installation | None:
+    """As `record_on`, for a model in its wrappers. Raises `NoBlocksError` as `base_model` does."""
+    return record_on(base_model(model))

@@ -16,7 +16,6 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region
-from hf_ckpt.models.blocks import plain_modules
 
 FLAG, FUNCTION = compat.transformers.SWITCHES
 """Names of the attributes that say whether to checkpoint, and which function to call."""
@@ -45,9 +44,9 @@ Values = Mapping[str, object]
 """Name -> value, for those of `FLAG`, `FUNCTION` and `KEEPS_CACHE` that a module has itself, not by its class."""
 
 
-def carriers(base: nn.Module) -> dict[str, nn.Module]:
-    """Return every module with a checkpointing flag, by name: blocks, and also stacks and T5's attention modules."""
-    return {name: module for name, module in plain_modules(base) if hasattr(module, FLAG)}
+def carriers(named: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return those of some modules that have a checkpointing flag: blocks, and also stacks and T5's attentions."""
+    return {name: module for name, module in named.items() if hasattr(module, FLAG)}
 
 
 def function_of(module: nn.Module) -> object:

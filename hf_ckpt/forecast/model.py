@@ -98,7 +98,7 @@ def _cut(model: nn.Module) -> dict[Block, str]:
     all_blocks = find_blocks(model)
     lists: Any = dict(plain_modules(all_blocks.base))
     likes: dict[Block, str] = {}
-    for stack, owner in zip(dict.fromkeys(block.stack for block in all_blocks.blocks), all_blocks.owners, strict=True):
+    for stack, owner in all_blocks.runners.items():
         blocks = [block for block in all_blocks.blocks if block.stack == stack]
         container, _, index = blocks[0].name.rpartition(".")
         if not index.isdigit():

@@ -30,13 +30,23 @@ class FoundBlocks:
     """Every block, stack after stack, in the order in which they run."""
     modules: dict[str, nn.Module]
     """Block name -> module."""
-    owners: tuple[nn.Module, ...]
-    """The module whose forward runs the stack, for each stack in order."""
+    runners: dict[str, nn.Module]
+    """Stack -> the module whose forward runs it, in the order in which stacks run."""
+    named: dict[str, nn.Module]
+    """Every module of the base model, by its name without the segments that wrappers add."""
+    outer: nn.Module
+    """The model as it was given, in its wrappers."""
 
     @property
     def model(self) -> str:
         """Class name of the base model."""
         return compat.distributed.plain_class(self.base).__name__
+
+    @property
+    def around(self) -> dict[str, nn.Module]:
+        """The modules that hold blocks, by name: the base model, models and modules that run stacks, and lists."""
+        names = dict.fromkeys(around for block in self.modules for around in _names_around(block))
+        return {name: self.named[name] for name in names}
 
 
 def base_model(model: nn.Module) -> compat.transformers.PreTrainedModel:
@@ -75,6 +85,7 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
     base = base_model(model)
     row = family_of(base.config)
     refuse_other_owner(base)
+    named = dict(plain_modules(base))  # plain names lose wrappers, so `get_submodule` would not find them
     containers: dict[str, dict[str, nn.Module]] = {}
     """Path of a list of blocks -> path of a block -> block."""
     for wrapped_name, module in outermost(base, _is_block):
@@ -93,20 +104,19 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
     # A model may hold two of a family, such as a draft model beside it. Then both stacks are called by their paths.
     is_shared = {name: count > 1 for name, count in Counter(names.values()).items()}
     stacks = {container: container if is_shared[name] else name for container, name in names.items()}
-    all_modules = dict(plain_modules(base))  # plain names lose wrappers, so `get_submodule` would not find them
     blocks: list[Block] = []
     modules: dict[str, nn.Module] = {}
-    owners: list[nn.Module] = []
+    runners: dict[str, nn.Module] = {}
     for container in sorted(containers, key=lambda container: in_order.index(names[container])):
         for index, (name, module) in enumerate(containers[container].items()):
             kind = compat.distributed.plain_class(module).__name__
             blocks.append(Block(name, stacks[container], index, kind))
         modules.update(containers[container])
-        owner = container
-        while isinstance(all_modules[owner], (nn.ModuleList, nn.ModuleDict)):  # a list has no forward
-            owner = owner.rpartition(".")[0]
-        owners.append(all_modules[owner])
-    return FoundBlocks(base, row.name if row else GENERIC, tuple(blocks), modules, tuple(owners))
+        runner = container
+        while isinstance(named[runner], (nn.ModuleList, nn.ModuleDict)):  # a list has no forward
+            runner = runner.rpartition(".")[0]
+        runners[stacks[container]] = named[runner]
+    return FoundBlocks(base, row.name if row else GENERIC, tuple(blocks), modules, runners, named, model)
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -139,6 +149,14 @@ def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     A wrapper and the module in it then have the same name; only the innermost, which comes last, is yielded.
     """
     yield from {plain_name(name): module for name, module in base.named_modules()}.items()
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Yield the names of the modules that hold a module, from the base model inwards."""
+    yield ""
+    for place, letter in enumerate(name):
+        if letter == ".":
+            yield name[:place]
 
 
 def plain_name(name: str) -> str:

@@ -14,13 +14,13 @@ from hf_ckpt.models.blocks import FoundBlocks, outermost, plain_name
 from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES
 
 
-def frozen_prefix(model: nn.Module, blocks: FoundBlocks) -> tuple[str, ...]:
-    """Return the names of the blocks below the first trainable parameter of `model`; autograd saves nothing in them.
+def frozen_prefix(blocks: FoundBlocks) -> tuple[str, ...]:
+    """Return the names of the blocks below the first trainable parameter of a model; autograd saves nothing in them.
 
     Parameters count in the order of their registration, which for these models is the order of their use.
     """
     inside = {id(parameter) for parameter in blocks.base.parameters()}  # by id, because `==` of tensors compares values
-    if any(parameter.requires_grad and id(parameter) not in inside for parameter in model.parameters()):
+    if any(parameter.requires_grad and id(parameter) not in inside for parameter in blocks.outer.parameters()):
         return ()  # something outside passes trained inputs to the base model, such as prompt tuning
     parameters = {plain_name(name): parameter for name, parameter in blocks.base.named_parameters()}
     below: set[str] = set()

@@ -29,19 +29,19 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import adopt, describe, put_on, spec_of
 from hf_ckpt.attach.process import Replaced
-from hf_ckpt.attach.record import installation
+from hf_ckpt.attach.record import installation, record_on
 from hf_ckpt.attach.switches import is_on
 from hf_ckpt.compat.process_state import RandomState
 from hf_ckpt.engines.host_memory import lane_of
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.logs import warn_once
-from hf_ckpt.models.blocks import base_model, find_blocks
+from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.training.install import install_one
+from hf_ckpt.training.install import install_on
 from hf_ckpt.training.out_of_memory import place_of, report
 
 log = logging.getLogger(__name__)
@@ -333,17 +333,16 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
 
     Returns the change in words; None if no plan needs less.
     """
-    base = base_model(model)
-    blocks = find_blocks(base)
-    if installation(base) is None:
+    blocks = find_blocks(model)
+    base = blocks.base
+    record = record_on(base)
+    if record is None:
         spec = Spec(policy="none")
         on = [block.index for block in blocks.blocks if is_on(blocks.modules[block.name])]
         if on:  # transformers' own checkpointing keeps what `full` keeps
             every = on[1] - on[0] if len(on) > 1 else len(blocks.blocks)
             spec = Spec(every_n_layers=max(1, every))  # 0 between blocks of two stacks
-        install_one(base, spec)
-    record = installation(base)
-    assert record is not None
+        record = install_on(blocks, spec)
     record.end_watch()
     user_spec = record.tightened or record.spec
     # Whoever disables a plan that is tightened, such as TRL around a generation that fails, does not go back by that.

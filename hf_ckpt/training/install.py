@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt.attach import attach as on_model
-from hf_ckpt.attach.attach import GIVEN_PLAN, attach, describe, detach, put_on, spec_of, tell_plan
+from hf_ckpt.attach.attach import GIVEN_PLAN, attach, description_of, detach, put_on, spec_of, tell_plan
 from hf_ckpt.attach.hooks import warn_whole
 from hf_ckpt.attach.process import ProcessHooks, detach_everywhere, everywhere, install_on_enabled
-from hf_ckpt.attach.record import Installation, installation
+from hf_ckpt.attach.record import Installation, installation, record_on
 from hf_ckpt.errors import NoBlocksError, PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
@@ -64,15 +64,17 @@ def install(
             if spec.plan is not None:
                 Plan.load(spec.plan)
         everywhere.close()
-        put = functools.partial(install_one, spec=spec)
+
+        def put(base: nn.Module) -> None:
+            install_on(find_blocks(base), spec)
+
         everywhere.callback(ProcessHooks(put, enable_when_trained=enable_when_trained).close)
         install_on_enabled(put)
         return None
-    install_one(model, spec)
-    record = installation(model)
-    assert record is not None
+    blocks = find_blocks(model)
+    record = install_on(blocks, spec)
     record.is_of_process = False  # from now on it is the user's own
-    return describe(model)
+    return description_of(blocks, record)
 
 
 def uninstall(model: nn.Module | None = None) -> None:
@@ -110,16 +112,17 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> contextlib.Abstract
     return on_model.trial(model, record.plan, parsed, DECIDER)
 
 
-def install_one(model: nn.Module, spec: SpecLike | Plan) -> None:
-    """Install on one model. Without a spec, keep an installed plan.
+def install_on(blocks: FoundBlocks, spec: SpecLike | Plan) -> Installation:
+    """Install on one model, and return its record. Without a spec, keep an installed plan.
 
     Raises the errors of `install`.
     """
-    blocks = find_blocks(model)
-    if spec is not None or installation(blocks.base) is None:
+    record = record_on(blocks.base)
+    if record is None or spec is not None:
         record = attach(blocks, *decide(blocks, spec), DECIDER)
         if record.enabled:
             tell_plan(blocks.base, record)
+    return record
 
 
 def _plan_of(blocks: FoundBlocks, spec: Spec) -> Plan:

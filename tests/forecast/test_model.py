@@ -150,7 +150,7 @@ def test_a_depth_that_the_config_computes_is_not_set():
     config = transformers.ProphetNetConfig(num_encoder_layers=6, num_decoder_layers=7, **small)
     model = model_of_workload(Question("prophetnet", architecture="ProphetNetForConditionalGeneration"), config)
     assert depths_of(model) == [6, 7]
-    encoder, decoder = (owner.config for owner in find_blocks(model.base).owners)
+    encoder, decoder = (runner.config for runner in find_blocks(model.base).runners.values())
     assert (encoder.num_encoder_layers, decoder.num_decoder_layers) == (4, 4)
 
 
