@@ -1,6 +1,7 @@
 """The public names, for `__init__.py` and for type checkers, to which `as` says that a name is public."""
 
-from hf_ckpt.attach.attach import describe as describe, paused as paused
+from hf_ckpt.attach.described import describe as describe
+from hf_ckpt.attach.for_a_while import paused as paused
 from hf_ckpt.errors import HfCkptError as HfCkptError, InfeasibleError as InfeasibleError
 from hf_ckpt.errors import MismatchError as MismatchError, OutOfPlansError as OutOfPlansError
 from hf_ckpt.errors import PlanLostError as PlanLostError, SpecError as SpecError

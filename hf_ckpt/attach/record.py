@@ -260,6 +260,17 @@ class Installation:
             handle.remove()
         self.handles = []
 
+    def begin_anew(self) -> None:
+        """Forget what was measured, found and counted under another spec, or on other blocks."""
+        if self.session is not None:
+            self.session.stop(self)
+            self.session.close()
+        self.session = None
+        self.watch = None
+        self.heads = ChunkCalls()
+        self.functions = Functions(self.spec)
+        self.regions = self.functions.of(self.plan)
+
     def set_trials(self, tries: Mapping[str, Tries], mark: Mark = unmarked) -> None:
         """From the next forward on, let the recomputations of blocks under `full` try these actions, and no others."""
         for name, region in self.regions.items():

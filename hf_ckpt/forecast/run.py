@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import put_on, trial
 from hf_ckpt.attach.boundaries import Boundaries
+from hf_ckpt.attach.enable import put_on
+from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import CallCosts, Costs, Static, costs_of_step
 from hf_ckpt.costs.steps import Call, Step, Trial
@@ -189,7 +190,7 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
         # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
-        with stay, trial(base, plan) as record, model.fake, fakes:
+        with stay, temporarily(base, plan) as record, model.fake, fakes:
             tried = None if action == uniform else action
             tries = dict.fromkeys(blocks.modules, Tries(last=tried))
             for name in tries:

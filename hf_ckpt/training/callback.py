@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.described import lost_blocks
 from hf_ckpt.attach.hooks import IN_GRAPH, warn_of_graph
 from hf_ckpt.attach.passes import remind
 from hf_ckpt.attach.process import Replaced

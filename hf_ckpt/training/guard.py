@@ -27,7 +27,9 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import adopt, describe, put_on, spec_of
+from hf_ckpt.attach.attach import adopt, spec_of
+from hf_ckpt.attach.described import describe
+from hf_ckpt.attach.enable import put_on
 from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import installation, record_on
 from hf_ckpt.attach.switches import is_on

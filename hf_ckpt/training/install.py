@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.attach import attach as on_model
-from hf_ckpt.attach.attach import GIVEN_PLAN, attach, description_of, detach, put_on, spec_of, tell_plan
+from hf_ckpt.attach.attach import GIVEN_PLAN, attach, detach, spec_of, tell_plan
+from hf_ckpt.attach.described import description_of
+from hf_ckpt.attach.enable import put_on
+from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.attach.hooks import warn_whole
 from hf_ckpt.attach.process import ProcessHooks, detach_everywhere, everywhere, install_on_enabled
 from hf_ckpt.attach.record import Installation, installation, record_on
@@ -106,10 +108,10 @@ def trial(model: nn.Module, spec: SpecLike | Plan = None) -> contextlib.Abstract
     record = installation(model)
     if spec is not None or record is None:
         parsed, plan = decide(find_blocks(model), spec)
-        return on_model.trial(model, plan, parsed, DECIDER)
+        return temporarily(model, plan, parsed, DECIDER)
     # A spec with a fixed plan: `budget` would begin a session, and measure.
     parsed = spec_of(record.plan, record.spec) if record.spec.is_planned else record.spec
-    return on_model.trial(model, record.plan, parsed, DECIDER)
+    return temporarily(model, record.plan, parsed, DECIDER)
 
 
 def install_on(blocks: FoundBlocks, spec: SpecLike | Plan) -> Installation:

@@ -50,8 +50,8 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange
 from hf_ckpt.attach.boundaries import Boundaries, GraphsReference, watch_graphs
+from hf_ckpt.attach.enable import exchange
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs, with_offloading
 from hf_ckpt.costs.steps import Step

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import describe, paused
+from hf_ckpt.attach.described import describe
+from hf_ckpt.attach.for_a_while import paused
 from hf_ckpt.engines.check import share_of_difference
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError

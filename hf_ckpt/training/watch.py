@@ -14,7 +14,7 @@ import weakref
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import put_check
+from hf_ckpt.attach.for_a_while import put_check
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.engines.check import Check, Difference
 from hf_ckpt.errors import MismatchError

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import exchange
+from hf_ckpt.attach.enable import exchange
 from hf_ckpt.attach.record import installation
 from hf_ckpt.attach.switches import FLAG, FUNCTION
 from hf_ckpt.models.blocks import find_blocks

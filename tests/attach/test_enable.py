@@ -14,7 +14,7 @@ from helpers.tables import table
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.described import lost_blocks
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import SpecError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model

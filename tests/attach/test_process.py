@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import EnableHook, lost_blocks
+from hf_ckpt.attach.attach import EnableHook
+from hf_ckpt.attach.described import lost_blocks
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import SpecError
 from hf_ckpt.models.blocks import base_model, find_blocks

@@ -9,7 +9,7 @@ from helpers.made_up import blocks_of, ends_of, made_up, some_costs
 from hypothesis import given, settings
 
 import hf_ckpt
-from hf_ckpt.attach.attach import trial
+from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.costs.costs import ON_DEVICE, CallCosts, Cost, Costs, Static, step_nanoseconds, timeline, with_offloading
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.forecast import Forecaster
@@ -148,7 +148,7 @@ def test_peaks_with_host_memory_are_those_that_are_reached(action, too_high):
     costs = Forecaster(asked, config=model.config).costs_of(asked)
     (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
     choice = moving.uniform(action)
-    with lanes_of(Eager), trial(model, plan_of(moving, choice)), DeviceBytes(model, batch) as live:
+    with lanes_of(Eager), temporarily(model, plan_of(moving, choice)), DeviceBytes(model, batch) as live:
         model(**batch).loss.backward()
         moved = hf_ckpt.describe(model).moved
     assert len(moved) == choice.count(action) == 5

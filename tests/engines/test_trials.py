@@ -9,8 +9,9 @@ from helpers.others import other_model
 from helpers.steps import assert_same, gradients, without_cache
 from helpers.tables import table
 
-from hf_ckpt.attach.attach import put_on, trial
 from hf_ckpt.attach.boundaries import Boundaries
+from hf_ckpt.attach.enable import put_on
+from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.measure.levels import Levels, step_of
@@ -69,7 +70,7 @@ def measured(name, actions, shown=(), last=None):
     tried = blocks[-2]
     chosen = {tried: actions} if isinstance(actions, Action) else {}
     plan = Plan(parts.family, parts.model, tuple((block, chosen.get(block.name, FULL)) for block in parts.blocks))
-    with trial(model, plan):
+    with temporarily(model, plan):
         record = installation(model)
         for action in {*shown, last, SELECTIVE, ATTENTION} - {KEEP, None}:
             record.functions.function(tried, action)

@@ -13,7 +13,7 @@ import hf_ckpt
 from helpers.counting import counted_calls, every_message
 from helpers.steps import assert_same, gradients
 from helpers.tables import table
-from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.described import lost_blocks
 from hf_ckpt.attach.record import installation
 
 LAYERS = 3

@@ -1,6 +1,6 @@
 """The check of the watch in models that something else than hf_ckpt checkpoints."""
 
-from hf_ckpt.attach.attach import put_check
+from hf_ckpt.attach.for_a_while import put_check
 from hf_ckpt.attach.switches import FUNCTION
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.training.watch import Watch

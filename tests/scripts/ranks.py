@@ -44,7 +44,7 @@ from transformers import TrainerCallback
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.described import lost_blocks
 from hf_ckpt.attach.record import installation
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks

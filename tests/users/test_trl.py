@@ -14,7 +14,7 @@ from helpers.tables import table
 from peft import LoraConfig, get_peft_model
 
 import hf_ckpt
-from hf_ckpt.attach.attach import lost_blocks
+from hf_ckpt.attach.described import lost_blocks
 from hf_ckpt.models.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("quiet_and_alone")
