@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hf_ckpt.spec.description import Description
-from hf_ckpt.training.figures import Metrics
 from hf_ckpt.units import GIB, counted, format_bytes, format_seconds
 
 
-def summary(description: Description | None, figures: Metrics, steps: int) -> list[str]:
+def summary(description: Description | None, figures: Mapping[str, float | None], steps: int) -> list[str]:
     """Return the table of a run, line by line.
 
     Args:
@@ -36,7 +37,7 @@ def _policy(description: Description | None) -> str:
     return " ".join(words) + ("" if description.enabled else ", not enabled")
 
 
-def _peak(description: Description | None, figures: Metrics) -> str:
+def _peak(description: Description | None, figures: Mapping[str, float | None]) -> str:
     """The predicted peak, the measured one, and the predicted one without checkpointing, as far as they are known."""
     parts = []
     if description and description.plan.prediction and not description.measuring:
@@ -52,7 +53,7 @@ def _peak(description: Description | None, figures: Metrics) -> str:
     return ", ".join(parts)
 
 
-def _tokens(figures: Metrics) -> str:
+def _tokens(figures: Mapping[str, float | None]) -> str:
     rate = figures.get("tokens_per_second")
     if rate is None:
         return ""
