@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -123,6 +124,7 @@ def unwatched(monkeypatch):
 @pytest.fixture
 def everywhere():
     """`install()` for the whole process, undone after the test."""
+    gc.collect()  # it also installs on models of earlier tests that are still there, and warns of some
     yield hf_ckpt.install
     hf_ckpt.uninstall()
 
