@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,57 +18,102 @@ from transformers.utils import import_utils
 from hf_ckpt.compat.private import private
 
 _lock = threading.RLock()
-_results: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-"""(operation, shapes of its arguments) -> shape, strides and type of its result."""
 _in_kernel = private("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
+_without_modes = private("torch._C._DisableTorchDispatch")
 
 
-def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+@dataclasses.dataclass(slots=True)
+class Known:
+    """What is known of an operation on tensors of some shapes: its result is one new tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    work: Any = None
+    """What the caller of `run_on_fakes` has stored here; None before that."""
+
+
+_known: dict[Any, Known] = {}
+"""(operation, shapes of its arguments and of those by keyword, number of different tensors) -> what is known of it."""
+_kinds: dict[Any, str] = {}
+"""Operation -> see `_kind_of`."""
+_attributes: dict[torch.device, dict[str, Any]] = {}
+"""Device -> the attributes that torch gives its new fake tensors, but for their mode."""
+
+
+def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Known | None]:
     """Run an operation for a dispatch mode that is directly above that of fake tensors.
 
     Views, and operations with one new tensor that ran before on tensors of the same shapes, are most of a step. They
     bypass torch's own cache of results, whose key takes longer than they do.
+
+    Returns the result, and what is known of an operation with one new tensor; None for all others.
     """
     # Others go to torch as they are: constants have values, and subclasses and sparse tensors other rules.
     source = args[0] if args else None
     if type(source) is not FakeTensor or source.constant is not None or source.layout is not torch.strided:
-        return function(*args, **kwargs)
+        return function(*args, **kwargs), None
     if function is torch.ops.aten._grouped_mm.default and source.dtype is not torch.bfloat16:
-        return _grouped_product(*args, **kwargs)
-    kind = _kind_of(function)
+        return _grouped_product(*args, **kwargs), None
+    operation = function._op  # found by its address, while torch hashes `function` in Python
+    kind = _kinds.get(operation)
+    if kind is None:
+        kind = _kinds[operation] = _kind_of(function)
     if kind == "view" and not kwargs:
         with _in_kernel(source.fake_mode):  # inside, a fake tensor is one on `meta`, whose kernels make the view
             view = function(*args)
-        return FakeTensor(source.fake_mode, view, source.fake_device)
+        return _fake(source, view), None
     if kind != "new":
-        return function(*args, **kwargs)
+        return function(*args, **kwargs), None
     # With torch's own cache alone, `predict` took 2.7 times as long (LLaMA, 16 blocks; CPU, torch 2.13).
-    key = function, _shapes_of(args), _shapes_of(kwargs.items())
-    if key in _results:
-        shape, stride, dtype = _results[key]
-        with _in_kernel(source.fake_mode):
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(source.fake_mode, empty, source.fake_device)
+    tensors: set[int] = set()
+    shapes = _shapes_of(args, tensors)
+    key = operation, shapes, _shapes_of(kwargs.items(), tensors) if kwargs else (), len(tensors)
+    known = _known.get(key)
+    if known is not None:
+        with _without_modes():
+            empty = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+        return _fake(source, empty), known
     result = function(*args, **kwargs)
     if result.untyped_storage().nbytes() == result.nbytes:  # else `empty_strided` would allocate other bytes
-        _results[key] = result.shape, result.stride(), result.dtype
-    return result
+        known = _known[key] = Known(result.shape, result.stride(), result.dtype)
+    return result, known
 
 
-def _shapes_of(values: Iterable[Any]) -> tuple[Any, ...]:
-    """What the shape of a result depends on: the shapes and types of tensors, and the values of all others."""
+def _fake(source: FakeTensor, meta: torch.Tensor) -> FakeTensor:
+    """A fake tensor like `source`, with the shape and the storage of a tensor on `meta`.
+
+    What torch's constructor does takes twice as long as all else that a small operation needs.
+    """
+    device = source.fake_device
+    attributes = _attributes.get(device)
+    if attributes is None:
+        attributes = _attributes[device] = dict(vars(FakeTensor(source.fake_mode, meta, device)))
+        del attributes["fake_mode"]
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    vars(made).update(attributes, fake_mode=source.fake_mode)
+    return made
+
+
+def _shapes_of(values: Iterable[Any], tensors: set[int]) -> tuple[Any, ...]:
+    """What the shape of a result depends on: the shapes and types of tensors, and the values of all others.
+
+    Adds the tensors to `tensors`, by their `id`: an operation reads one that it is given twice only once.
+    """
     parts: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
+            tensors.add(id(value))
             parts.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
-            parts.append(_shapes_of(value))
+            parts.append(_shapes_of(value, tensors))
         else:
             parts.append((type(value), value))  # 1, 1.0 and True are equal, but give results of different types
     return tuple(parts)
 
 
-@functools.cache
 def _kind_of(function: Any) -> str:
     """Return `view` for an operation that returns a view of its first argument, `new` for one that returns one new
     tensor, whose shape does not depend on values; empty for all others, such as those that change something."""

@@ -51,20 +51,28 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self._padded
         kwargs = kwargs or {}
-        result = compat.fakes.run_on_fakes(func, args, kwargs)
+        result, known = compat.fakes.run_on_fakes(func, args, kwargs)
+        if known is not None:
+            self.memory.count(result)
+            if known.work is None:
+                known.work = _work_of(func, args, kwargs, result)
+            self._nanoseconds += self._price(*known.work)
+            return result
         is_new = [self.memory.count(tensor) for tensor in tensors_in(result)]
         if any(is_new) or func._schema.is_mutable:  # all others are views, which launch nothing
-            self._nanoseconds += self._time_of(func, args, kwargs, result)
+            self._nanoseconds += self._price(*_work_of(func, args, kwargs, result))
         return result
 
-    def _time_of(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        tensors = {id(tensor): tensor for tensor in tensors_in((args, tuple(kwargs.values()), result))}
-        moved = sum(tensor.nbytes for tensor in tensors.values())
-        count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
-        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-        floating = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
-        size = max(floating, key=torch.Tensor.numel).element_size() if floating else 2  # statistics may be float32
-        return self._price(flops, moved, size)
+
+def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, int]:
+    """What an operation does, in the arguments of `Price`."""
+    tensors = {id(tensor): tensor for tensor in tensors_in((args, tuple(kwargs.values()), result))}
+    moved = sum(tensor.nbytes for tensor in tensors.values())
+    count = flop_registry.get(func._overloadpacket, _MORE_FLOPS.get(func))
+    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    floating = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
+    size = max(floating, key=torch.Tensor.numel).element_size() if floating else 2  # statistics may be float32
+    return flops, moved, size
 
 
 FakeMeter.__torch_dispatch__ = inspect.unwrap(FakeMeter.__torch_dispatch__)  # type: ignore[method-assign]

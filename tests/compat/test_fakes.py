@@ -42,7 +42,7 @@ def test_operations_return_what_torch_returns(mode, function):
         return type(tensor), shape, tensor.dtype, tensor.device, memory
 
     args = (torch.empty(2, 4, 8, dtype=torch.bfloat16), *VIEWS[function])
-    got, expected = run_on_fakes(function, args, {}), function(*args)
+    got, expected = run_on_fakes(function, args, {})[0], function(*args)
     assert list(map(traits, pytree.tree_leaves(got))) == list(map(traits, pytree.tree_leaves(expected)))
 
 
@@ -50,9 +50,9 @@ def test_what_has_values_is_left_to_torch(mode):
     """Constants that torch keeps on fake tensors stay available to models, and real tensors are computed."""
     constant = torch.tensor([3.0])
     assert constant.constant is not None
-    assert run_on_fakes(aten.view.default, (constant, [1, 1]), {}).constant is not None
+    assert run_on_fakes(aten.view.default, (constant, [1, 1]), {})[0].constant is not None
     with _disable_current_modes():
-        assert run_on_fakes(aten.view.default, (torch.ones(4), [2, 2]), {}).tolist() == [[1, 1], [1, 1]]
+        assert run_on_fakes(aten.view.default, (torch.ones(4), [2, 2]), {})[0].tolist() == [[1, 1], [1, 1]]
 
 
 def test_grouped_products_of_float32(mode):
@@ -63,4 +63,12 @@ def test_grouped_products_of_float32(mode):
         ((3, 5, 4), (4, 2), (5, 2)),
         ((3, 5, 4), (3, 4, 2), (3, 5, 2)),
     ):
-        assert run_on_fakes(aten._grouped_mm.default, (torch.empty(a), torch.empty(b), offsets), {}).shape == shape
+        got, _ = run_on_fakes(aten._grouped_mm.default, (torch.empty(a), torch.empty(b), offsets), {})
+        assert got.shape == shape
+
+
+def test_what_is_known_tells_a_tensor_given_twice_from_two_of_one_shape(mode):
+    one, other = torch.empty(4), torch.empty(4)
+    known = [run_on_fakes(aten.mul.Tensor, pair, {})[1] for pair in ((one, one), (one, other), (other, other))]
+    assert known[0] is known[2]
+    assert known[0] is not known[1]
