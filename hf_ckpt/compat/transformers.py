@@ -49,8 +49,18 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 accept the other names until 5.40. Models with custom code keep their names."""
 
 
+LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Options of configs, and attributes of stacks, that give the share of blocks to skip at random in training."""
+
+
 _NO_CACHES = frozenset({type(None), bool, int, float, tuple, dict, torch.Tensor})
 """Other types of blocks' arguments: comparing types is faster than checking each value."""
+
+
+def skips_blocks(model: nn.Module) -> bool:
+    """Whether a model skips blocks at random in training (LayerDrop)."""
+    owners = (owner for module in model.modules() for owner in (module, vars(module).get("config")))
+    return any(getattr(owner, name, None) for owner in owners for name in LAYER_DROP)
 
 
 def is_cache(value: object) -> bool:

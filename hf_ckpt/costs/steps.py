@@ -15,6 +15,7 @@ under other actions.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -97,6 +98,11 @@ class Call:
     records_graph: bool = True
     """Whether its output requires gradients. If so, a call without a backward holds what its action keeps."""
 
+    @property
+    def left(self) -> int:
+        """Bytes that its forward leaves for the backward: not autocast's copies of weights, which `full` frees."""
+        return self.forward.net - max((trial.kept_casts for trial in self.trials.values()), default=0)
+
     def as_it_ran(self) -> Trial:
         """What it keeps and needs as it ran, usually under `full`, beside what `full` keeps."""
         backward = self.backward or Part()
@@ -150,6 +156,30 @@ class Step:
         """A bound for the step of a batch that is larger by this factor. What is alive outside the step stays."""
         return _combined_steps([self], [factor])
 
+    def completed(self, blocks: Mapping[str, Any]) -> Step:
+        """The same step as if it had skipped no block (LayerDrop): one that it skipped is like the nearest equal one.
+
+        Args:
+            blocks: all blocks in the order of their forwards -> a key that equal blocks of a stack share.
+        """
+        order = {block: place for place, block in enumerate(blocks)}
+        passes: list[dict[str, Call]] = []
+        """The calls of each forward of the model, which calls no block twice."""
+        for call in self.calls:
+            if not passes or order[call.name[0]] <= order[next(reversed(passes[-1]))]:
+                passes.append({})
+            passes[-1][call.name[0]] = call
+        calls: list[Call] = []
+        for ran in passes:
+            calls += _completed(ran, blocks, order)
+        numbers: collections.Counter[str] = collections.Counter()
+        for place, call in enumerate(calls):
+            block = call.name[0]
+            calls[place] = dataclasses.replace(call, name=(block, numbers[block]))
+            numbers[block] += 1
+        more_bytes = sum(call.left for call in calls) - sum(call.left for call in self.calls)
+        return dataclasses.replace(self, calls=tuple(calls), at_backward_bytes=self.at_backward_bytes + more_bytes)
+
     def with_actions(self, other: Step, actions: Mapping[str, Action]) -> Step:
         """The same step with what another step of the same batch has shown, whose blocks had these actions."""
         calls = []
@@ -170,6 +200,26 @@ class Step:
                 call = dataclasses.replace(call, trials={**call.trials, **same_call.trials})
             calls.append(call)
         return dataclasses.replace(self, calls=tuple(calls))
+
+
+def _completed(ran: Mapping[str, Call], blocks: Mapping[str, Any], order: Mapping[str, int]) -> list[Call]:
+    """The calls of one forward, with those of blocks that it skipped: see `Step.completed`."""
+    calls = []
+    records_graph = set()
+    """The keys of blocks whose output requires gradients, so that the input of later ones does."""
+    for block, key in blocks.items():
+        equal = [name for name in ran if blocks[name] == key]
+        if key in records_graph:  # one that ran without is not like it: only a block before it was skipped
+            equal = [name for name in equal if ran[name].has_input_graph] or equal
+        if not equal:  # nothing like it ran, such as the blocks of another stack
+            continue
+        call = ran[min(equal, key=lambda name: abs(order[name] - order[block]))]
+        if call.records_graph:
+            records_graph.add(key)
+        # What runs between two calls was measured, whichever calls these were.
+        until_next = ran[block].until_next if block in ran else Part()
+        calls.append(dataclasses.replace(call, name=(block, 0), until_next=until_next))
+    return calls
 
 
 def step_between(steps: Mapping[float, Step]) -> Step:

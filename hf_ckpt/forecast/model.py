@@ -197,7 +197,7 @@ def _make(config: Any, workload: Question) -> nn.Module:
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         attention = "eager"  # such as T5 before transformers 5
     config = copy.deepcopy(config)
-    for chance in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):  # blocks would be skipped at random
+    for chance in compat.transformers.LAYER_DROP:  # blocks would be skipped at random
         if hasattr(config, chance):
             setattr(config, chance, 0.0)
     try:

@@ -352,20 +352,12 @@ def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) ->
     return budget
 
 
-LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-"""Options of models that give the share of blocks to skip at random."""
-
-
 def refuse_unplannable(base: nn.Module, policy: str) -> None:
-    """Raise `HfCkptError` if steps do not run the same blocks, or ranks must recompute the same ones."""
-    reason = ""
+    """Raise `HfCkptError` if ranks must recompute the same blocks."""
     if compat.distributed.ranks_recompute_together(base):
-        reason = "under ZeRO-3 all ranks must recompute the same blocks, and each plans for its own batches"
-    elif any(getattr(base.config, name, 0) for name in LAYER_DROP):
-        reason = "each step skips other blocks; set `layerdrop` to 0"
-    if reason:
         raise HfCkptError(
-            f"policy: {policy} cannot plan for this run: {reason}. Give `full` or `selective`, or a saved plan."
+            f"policy: {policy} cannot plan for this run: under ZeRO-3 all ranks must recompute the same blocks, and "
+            "each plans for its own batches. Give `full` or `selective`, or a saved plan."
         )
 
 

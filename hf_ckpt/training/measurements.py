@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
@@ -73,9 +73,13 @@ class Measurements:
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
             measured under `full`, or with compiled blocks under share 0.
         fixed: block -> the action that it always has. Steps are measured under it, too.
+        skips: whether steps skip blocks at random. Then each is stored as if it had skipped none.
     """
 
-    def __init__(self, model_blocks: FoundBlocks, actions: Sequence[Action], fixed: Mapping[str, Action]) -> None:
+    def __init__(
+        self, model_blocks: FoundBlocks, actions: Sequence[Action], fixed: Mapping[str, Action], skips: bool = False
+    ) -> None:
+        self.skips = skips
         self.modules = model_blocks.modules
         self.actions = tuple(actions)
         self.least = self.actions[-1]
@@ -107,13 +111,14 @@ class Measurements:
 
     def learn_forwards(self, batch: Batch, step: Step) -> None:
         """Store a step in which all blocks were recomputed."""
+        step = self._completed(batch, step)
         self._add_kinds(batch, step)
         self.references[batch] = step
         self.learn_start(batch, step.start_bytes, step.outside_peak_bytes)
 
     def learn_backwards(self, batch: Batch, step: Step) -> None:
         """Store what the backwards of a step have shown."""
-        self.tried[batch] = step
+        self.tried[batch] = self._completed(batch, step)
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store what blocks needed that had these actions in their forward: for the `nearest` batch, whose step is the
@@ -154,6 +159,13 @@ class Measurements:
         """Forget all measured steps, but not the times: more is alive beside them from now on."""
         self.references.clear()
         self.tried.clear()
+
+    def _completed(self, batch: Batch, step: Step) -> Step:
+        """The step with the blocks that it skipped."""
+        if not self.skips:
+            return step
+        keys = {name: (block.stack, self._number_of_modules(name, batch)) for name, block in self.blocks.items()}
+        return step.completed(keys)
 
     def _add_kinds(self, batch: Batch, step: Step) -> None:
         """Assign a kind to every new call."""
@@ -259,7 +271,7 @@ class Measurements:
         """Return trials of the forward under every action, for the first step of a batch.
 
         Blocks with equal modules share the actions. The last of them take them first, because what comes before the
-        first trainable parameter is not recomputed.
+        first trainable parameter is not recomputed. If steps skip blocks, each tries all: any of them may be skipped.
         """
         groups = collections.defaultdict[int, list[str]](list)
         for block in reversed(self.blocks):
@@ -268,6 +280,9 @@ class Measurements:
                 groups[self._number_of_modules(block, batch)].append(block)
         tries: dict[str, Tries] = {}
         for blocks in groups.values():
+            if self.skips:
+                tries.update(dict.fromkeys(blocks, Tries(self._tried_actions)))
+                continue
             for place, action in enumerate(self._tried_actions):
                 block = blocks[place % len(blocks)]
                 tries[block] = Tries((*tries.get(block, Tries()).shown, action))
@@ -285,7 +300,10 @@ class Measurements:
             blocks = list(dict.fromkeys(call.name[0] for call in reversed(calls)))
             shown = {action for call in calls for action in call.trials}
             missing = tuple(action for action in self._tried_actions if action not in shown)
-            for block, last in zip(blocks, reversed(self._tried_actions), strict=False):
+            lasts: Iterable[Action] = reversed(self._tried_actions)
+            if self.skips:  # any of them may be skipped
+                lasts = itertools.cycle(lasts)
+            for block, last in zip(blocks, lasts, strict=False):
                 tries.setdefault(block, Tries(missing, last))
                 missing = ()  # the first block has shown them
         return tries

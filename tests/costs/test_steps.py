@@ -114,11 +114,12 @@ class Machine:
         return found
 
 
-def blocks_of(machine):
+def blocks_of(machine, skips=False):
     """The measurements of a model of such blocks, before the first."""
     blocks = tuple(Block(f"b{number}", "decoder", number, "Made") for number in range(machine.blocks))
     modules = {block.name: nn.Identity() for block in blocks}
-    return Measurements(FoundBlocks(nn.Identity(), "generic", blocks, modules, ()), ACTIONS, {})
+    base = nn.Identity()
+    return Measurements(FoundBlocks(base, "generic", blocks, modules, {}, {}, base), ACTIONS, {}, skips)
 
 
 def batch_of(tokens, resident=False):
@@ -166,6 +167,29 @@ def test_a_kind_of_one_block_learns_from_equal_modules(machine, action):
     costs = measured(machine, batch_of(8)).costs(batch_of(8))
     real = step_of(machine.levels([FULL, FULL, action, FULL, FULL])).peak_bytes
     assert costs.peak({"b2": action}) == max(real, machine.start)
+
+
+@given(
+    st.builds(Machine, st.just(6), *[st.integers(0, 1000)] * 10, st.just(0)),
+    st.lists(st.sets(st.integers(0, 5), min_size=3), min_size=2, max_size=2),
+    st.sampled_from(ACTIONS),
+)
+def test_steps_that_skip_blocks_tell_what_one_that_skips_none_needs(machine, called, action):
+    """LayerDrop: three blocks are enough, whichever they are, and whether or not they are the same in both steps."""
+    known = blocks_of(machine, skips=True)
+    batch = batch_of(8)
+    stages = (known.learn_forwards, known.forwards_to_try), (known.learn_backwards, known.backwards_to_try)
+    for blocks, (learn, to_try) in zip(called, stages, strict=True):
+        names = {f"b{place}": f"b{number}" for place, number in enumerate(sorted(blocks))}
+        tries = to_try(batch)
+        fewer = dataclasses.replace(machine, blocks=len(blocks))
+        levels = fewer.levels([FULL] * len(blocks), [tries.get(name, Tries()) for name in names.values()])
+        learn(batch, step_of([dataclasses.replace(level, block=names.get(level.block, "")) for level in levels]))
+    real = step_of(machine.levels([FULL, action, FULL, action, FULL, FULL])).peak_bytes
+    peak_bytes = known.costs(batch).peak({"b1": action, "b3": action})
+    assert peak_bytes >= max(real, machine.start)
+    if {KEEP, SELECTIVE} <= {action for call in known.tried[batch].calls for action in call.trials}:
+        assert peak_bytes == max(real, machine.start)
 
 
 def test_steps_that_tell_nothing():

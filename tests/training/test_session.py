@@ -900,12 +900,46 @@ def test_memory_that_runs_out_above_the_budget_is_planned_for_once(evaluates, ca
     assert capsys.readouterr().err.count("above the budget") == hf_ckpt.describe(model).voided == evaluates
 
 
-def test_a_model_that_skips_blocks_at_random_is_refused():
-    model = model_of()
-    model.config.encoder_layerdrop = 0.1
-    budgeted(model, half())
-    with pytest.raises(HfCkptError, match=r"skips other blocks; set `layerdrop` to 0. Give `full` or `selective`"):
-        run(model, [BATCH])
+def with_layer_drop(share):
+    """A model that skips blocks at random in training."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 6}
+    config = transformers.OPTConfig(vocab_size=320, num_attention_heads=4, dropout=0.0, layerdrop=share, **sizes)
+    config._attn_implementation = "sdpa"
+    return transformers.OPTForCausalLM(config).train()
+
+
+def gradients_of(model, seed):
+    """The gradients of the parameters that a step uses."""
+    torch.manual_seed(seed)
+    forward_and_backward(model)
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.long
+def test_steps_that_skip_blocks_at_random_are_planned_for_as_if_they_skipped_none():
+    """LayerDrop. Gradients are those of no checkpointing in each step."""
+    peaks = []
+    for policy in ("full", "none"):
+        model = with_layer_drop(0.0)
+        planned(model, policy)
+        peaks.append(live_peak(model, BATCH))
+    plain, model = with_layer_drop(0.25), with_layer_drop(0.25)
+    expected = [gradients_of(plain, seed) for seed in range(PLANNED)]
+    calls = [sum(name.endswith("fc1.weight") for name in step) for step in expected]
+    assert min(calls) < 6 == max(calls)
+    budgeted(model, sum(peaks) // 2)
+    for seed in range(PLANNED):
+        assert_same(expected[seed], gradients_of(model, seed))
+    described = hf_ckpt.describe(model)
+    assert (described.measuring, described.voided) == (None, 0)
+    assert sum(described.recomputed.values()) > 0
+    model.model.decoder.layerdrop = 0.0
+    real = live_peak(model, BATCH)
+    assert real <= sum(peaks) // 2
+    assert described.plan.prediction.peak_bytes == pytest.approx(real, rel=0.002)
 
 
 def test_a_budget_below_the_weights_is_refused_at_once():
