@@ -36,6 +36,10 @@ class Session(Protocol):
     def measuring(self) -> str | None:
         """Why the current plan is not the plan of the run yet, in words; None if it is."""
 
+    @property
+    def measured_bytes(self) -> int | None:
+        """The measured peak of the current plan's first step; None if it was not measured."""
+
     def described(self, description: Description) -> Description:
         """Return a description with the plans of the run, and the measured peak of the current one."""
 

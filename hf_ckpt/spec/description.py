@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.units import counted, format_bytes
 
 
@@ -57,6 +57,8 @@ class Description:
     """Under `budget` and `auto`, why `plan` is not the plan of the run yet; None if it is."""
     measured_bytes: int | None = None
     """Under `budget` and `auto`, the measured peak of the plan's first step; None if it was not measured."""
+    without: Prediction | None = None
+    """Under `budget` and `auto`, what the step is predicted to need without checkpointing; None while it measures."""
     voided: int = 0
     """Under `budget` and `auto`, how often a later step exceeded the budget, so that blocks were measured again."""
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -92,6 +94,8 @@ class Description:
             # who compares the figure with the process's memory must know that a second model is not in it.
             alone = ", without other models" if prediction and prediction.device in ("cpu", "mps") else ""
             yield f"  measured: peak {format_bytes(self.measured_bytes)} in the first step of this plan{alone}"
+        if self.without and self.plan.active():
+            yield f"  without checkpointing: {self.without}, predicted"
         if self.voided:
             yield f"  measured again: {counted(self.voided, 'time')}, because a step under its plan exceeded the budget"
         if len(self.plans) > 1:

@@ -1,4 +1,4 @@
-"""`MemoryTimeCallback`: measure the peak memory and the step time of a Trainer run, and add them to its logs.
+"""`MemoryTimeCallback`: measure memory, step time and tokens of a Trainer run, and add them to its logs.
 
     Trainer(..., callbacks=[hf_ckpt.MemoryTimeCallback()])
 
@@ -8,8 +8,12 @@ saving.
 | key | unit | meaning |
 |---|---|---|
 | `memory/peak_gib` | GiB | the largest memory use in the window, on the rank that used most |
+| `memory/step_peak_gib` | GiB | under `budget` and `auto` on a CPU: tensors in the measured first step of the plans |
+| `memory/predicted_gib` | GiB | the largest predicted peak of a step; unknown if a step ran without a prediction |
 | `memory/reserved_gib` | GiB | the most that the allocator reserved on the device; on accelerators only |
 | `time/step_s` | s | wall time of a step with its data loading, on the slowest rank |
+| `tokens_per_second` | | tokens of all ranks, padding included, over that time |
+| `padding` | | share of these tokens that the attention mask masks |
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
-from hf_ckpt.attach.described import lost_blocks
+from hf_ckpt.attach.described import describe, lost_blocks
 from hf_ckpt.attach.hooks import IN_GRAPH, warn_of_graph
 from hf_ckpt.attach.passes import remind
 from hf_ckpt.attach.process import Replaced
@@ -36,20 +40,18 @@ from hf_ckpt.attach.switches import FUNCTION, is_on
 from hf_ckpt.errors import NoBlocksError, PlanLostError, SpecError
 from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.measure.levels import DeviceClock
-from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks
 from hf_ckpt.spec.files import append_line
 from hf_ckpt.spec.reading import READERS
+from hf_ckpt.training.figures import Figures
 from hf_ckpt.training.out_of_memory import report
-from hf_ckpt.units import to_gib
+from hf_ckpt.training.summary import summary
 
 log = logging.getLogger(__name__)
 
 
 METRICS_FILE = "hf_ckpt_metrics.jsonl"
 """Name of the file in the output folder that contains the figures, one JSON object per line."""
-Metrics = dict[str, float | None]
-"""Key of the table above -> its value, or None if it is unknown."""
 
 LAG_STEPS = 15
 """Micro-steps in which the callback reads how far the device lags behind the host. The first few may compile, so that
@@ -62,12 +64,13 @@ WAITS = (
 
 
 class MemoryTimeCallback(TrainerCallback):
-    """Log peak memory (GiB) and step time (seconds) of a Trainer run.
+    """Log peak memory (GiB), step time (seconds) and tokens per second of a Trainer run.
 
         Trainer(..., callbacks=[hf_ckpt.MemoryTimeCallback()])
 
     The figures are logged with the Trainer's own, under keys such as `memory/peak_gib` and `time/step_s`. They are
-    also appended to `hf_ckpt_metrics.jsonl` in the output folder. At the first step, the callback checks that all
+    also appended to `hf_ckpt_metrics.jsonl` in the output folder. At the end, a table shows what the plan predicted and
+    what was measured. At the first step, the callback checks that all
     planned blocks are still checkpointed. If memory runs out, it writes a report: see `training.out_of_memory.report`.
     It says once if the device waits for the host.
 
@@ -101,12 +104,7 @@ class MemoryTimeCallback(TrainerCallback):
         if record is not None:
             remind(base_model(model), record)
         devices = compat.distributed.devices_of_model(model)
-        self._clock = DeviceClock(devices)
-        self._meter = PeakMeter(devices)
-        self._since: Any = None
-        """The time up to which the window has counted, by the clock; None while no time is counted."""
-        self._windows: list[Metrics] = []
-        self._begin_window()
+        self._figures = Figures(devices)
         self._methods.close()  # of a run that an error ended outside of them
         trainer: Any = next(compat.frames.running(Trainer))
         self._methods.replace(trainer, "training_step", self._micro_step)
@@ -125,13 +123,12 @@ class MemoryTimeCallback(TrainerCallback):
 
         Raises `PlanLostError` if a planned block has lost its checkpointing function.
         """
-        if self._since is not None:
+        if self._figures.since is not None:
             return
         lost = () if _record(kwargs["model"]) is None else lost_blocks(kwargs["model"])
         if lost:
             raise PlanLostError(lost)
-        self._meter.read()  # what ran before, such as an evaluation, is in no window
-        self._since = self._clock.stamp()
+        self._figures.go_on()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Warn if torch.compile prevents a part of the plan."""
@@ -145,7 +142,7 @@ class MemoryTimeCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step, and look at the plan that ran."""
-        self._steps += 1
+        self._figures.steps += 1
         self.on_substep_end(args, state, control, **kwargs)
         if not control.should_log:  # otherwise `on_log` follows, and waits for the accelerator
             self._pause_for_others(control)
@@ -153,7 +150,7 @@ class MemoryTimeCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop counting if evaluation or saving follows without a log before it."""
         # The Trainer logs a step only once: if the last step was logged already, no log follows.
-        if not control.should_log or not self._steps:
+        if not control.should_log or not self._figures.steps:
             self._pause_for_others(control)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -161,7 +158,7 @@ class MemoryTimeCallback(TrainerCallback):
         logs = kwargs.get("logs")
         if logs is None or "loss" not in logs:  # the log of an evaluation, or the totals at the end
             return
-        metrics = self._end_window()
+        metrics = self._figures.end_window()
         self._pause_for_others(control)
         if metrics is None:
             return
@@ -172,13 +169,15 @@ class MemoryTimeCallback(TrainerCallback):
         self._write(args, state, "log", **metrics)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the summary of the run, including steps since the last log."""
+        """Write the summary of the run, including steps since the last log, and log it as a table."""
         self._methods.close()
-        self._end_window()
-        figures = _largest(self._windows)
-        if self._windows:
-            figures["time/step_s"] = statistics.median(window["time/step_s"] or 0.0 for window in self._windows)
+        self._figures.end_window()
+        figures = self._figures.of_run()
         self._write(args, state, "end", **figures)
+        if self._figures.windows and state.is_world_process_zero:
+            model = kwargs["model"]
+            for line in summary(None if _record(model) is None else describe(model), figures, state.global_step):
+                tell("%s", line)
 
     # --- around methods of the Trainer ---
 
@@ -192,20 +191,28 @@ class MemoryTimeCallback(TrainerCallback):
             raise
 
     def _micro_step(self, training_step: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run `training_step`, and say once if the device waits for the host.
+        """Run `training_step`, and count its batch. Say once if the device waits for the host.
 
         If it does, the device has done nearly all of a step when the host has issued all of it.
         """
         record = _record(model)
+        loss = self._timed_step(training_step, record, model, *args, **kwargs)
+        self._figures.count(kwargs.get("inputs", args[0] if args else None), record)
+        return loss
+
+    def _timed_step(
+        self, training_step: Callable[..., Any], record: Installation | None, *args: Any, **kwargs: Any
+    ) -> Any:
         # A session waits for the device when it stores a measured step, which is in the next one.
         if not self._reads_lags or (record is not None and record.measuring):
-            return self._reporting(training_step, model, *args, **kwargs)
+            return self._reporting(training_step, *args, **kwargs)
         host = DeviceClock()
-        began = self._clock.stamp()
+        clock = self._figures.clock
+        began = clock.stamp()
         host_began = host.stamp()
-        loss = self._reporting(training_step, model, *args, **kwargs)
+        loss = self._reporting(training_step, *args, **kwargs)
         issued_nanoseconds = host.between(host_began, host.stamp())
-        self._lags.append(1 - issued_nanoseconds / self._clock.between(began, self._clock.stamp()))
+        self._lags.append(1 - issued_nanoseconds / clock.between(began, clock.stamp()))
         if len(self._lags) == LAG_STEPS:
             self._reads_lags = False  # to read it, the host waits for the device
             if statistics.median(self._lags) < LEAST_LAG:
@@ -214,40 +221,11 @@ class MemoryTimeCallback(TrainerCallback):
 
     # --- what the events do ---
 
-    def _begin_window(self) -> None:
-        self._window: Metrics = {}
-        """The memory that this rank used in the window, as far as the meter was read."""
-        self._steps = 0
-        self._nanoseconds = 0
-        """Time of the steps of the window, without evaluation and saving."""
-
     def _pause_for_others(self, control: TrainerControl) -> None:
         """If evaluation, saving or the end follows, exclude its time and memory from the window."""
         others = control.should_evaluate or control.should_save or control.should_training_stop
-        if others and self._since is not None:
-            self._read()
-            self._since = None
-
-    def _read(self) -> None:
-        """Add the time and the memory since the last call to the window. Waits for the devices."""
-        now = self._clock.stamp()
-        self._nanoseconds += self._clock.between(self._since, now)
-        self._since = now
-        reserved = to_gib(self._meter.reserved_bytes())  # before its peak begins anew
-        peaks: Metrics = {"memory/peak_gib": to_gib(self._meter.read_peak()), "memory/reserved_gib": reserved}
-        self._window = _largest([self._window, peaks])
-
-    def _end_window(self) -> Metrics | None:
-        """End the window, and return its figures over all ranks; None if it has no step, on all ranks alike."""
-        if not self._steps:
-            return None
-        if self._since is not None:
-            self._read()
-        self._window["time/step_s"] = self._nanoseconds / 1e9 / self._steps
-        metrics = _largest(compat.distributed.of_all_ranks(self._window))
-        self._begin_window()
-        self._windows.append(metrics)
-        return metrics
+        if others:
+            self._figures.pause()
 
     def _write(self, args: Any, state: TrainerState, event: str, **row: Any) -> None:
         """Append a row to the metrics file, on the first rank only; warn once if that fails."""
@@ -290,12 +268,3 @@ def _who_checkpoints(blocks: FoundBlocks, record: Installation | None) -> str:
         is_reentrant = getattr(functions[0], "keywords", {}).get("use_reentrant", True)  # as torch reads it
         whose = "transformers, reentrant" if is_reentrant else "transformers, non-reentrant"
     return f"{len(functions)} of {len(blocks.blocks)} blocks are checkpointed by {whose}"
-
-
-def _largest(rows: list[Metrics]) -> Metrics:
-    """The largest value of each figure in several rows; None if no row knows it."""
-    largest: Metrics = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        values = [value for row in rows if (value := row.get(key)) is not None]
-        largest[key] = max(values, default=None)
-    return largest

@@ -63,7 +63,7 @@ from hf_ckpt.logs import tell
 from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
-from hf_ckpt.planner.choose import best_plan
+from hf_ckpt.planner.choose import best_plan, plan_of
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan, Prediction
@@ -104,6 +104,8 @@ class Planned:
     """Blocks that the steps that it was made from did not call."""
     measured_bytes: int | None = dataclasses.field(default=None, compare=False)
     """The measured peak of its first step; None before that step, and if steps are not measured."""
+    without: Prediction | None = dataclasses.field(default=None, compare=False)
+    """What the step is predicted to need without checkpointing; None in steps that are measured."""
 
     @property
     def measures(self) -> bool:
@@ -389,6 +391,11 @@ class Session:
         return f"measuring ({self.planned.phase.value})" if is_measuring else None
 
     @property
+    def measured_bytes(self) -> int | None:
+        """The measured peak of the current plan's first step; None if it was not measured."""
+        return None if self.planned is None else self.planned.measured_bytes
+
+    @property
     def gave_up(self) -> bool:
         """Whether steps cannot be measured, so that nothing more is tried."""
         return self.planned is not None and self.planned.phase is Phase.GIVEN_UP
@@ -404,10 +411,10 @@ class Session:
         """Return a description with the plans of the run, the smallest batch first, and the peak of the current one."""
         in_order = sorted(self.plans.values(), key=lambda planned: planned.batch.elements)
         plans = {str(planned.batch): planned.plan for planned in in_order}
-        measured_bytes = None if self.planned is None else self.planned.measured_bytes
         measuring = GAVE_UP if self.gave_up else description.measuring
         described = dataclasses.replace(description, plans=plans, measuring=measuring, voided=self._peaks.voided)
-        return dataclasses.replace(described, measured_bytes=measured_bytes)
+        without = None if self.planned is None else self.planned.without
+        return dataclasses.replace(described, measured_bytes=self.measured_bytes, without=without)
 
     # --- the phases ---
 
@@ -765,7 +772,8 @@ class Session:
         phase = Phase.CHECK if self._needs_check(entered.batch) else Phase.PLAN
         called = {name for name, _ in self._measurements.bound(entered.batch).names}
         idle = frozenset(self._measurements.blocks.keys() - called)
-        planned = Planned(entered.batch, limit_bytes, plan, is_over, phase, idle=idle)
+        without = self._without(entered.batch, winner)
+        planned = Planned(entered.batch, limit_bytes, plan, is_over, phase, idle=idle, without=without)
         self.plans[entered.batch] = planned
         text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
         kinds = frozenset(action for _, action in plan.actions)
@@ -784,3 +792,16 @@ class Session:
                 "; ".join(entered.hints),
             )
         return planned
+
+    def _without(self, batch: Batch, winner: Entrant) -> Prediction:
+        """What the step of a batch is predicted to need without checkpointing."""
+        costs = self._measurements.costs(batch)
+        prediction = plan_of(costs, costs.uniform(self._actions[0])).prediction
+        assert prediction is not None
+        assert winner.plan.prediction is not None
+        planned_seconds = winner.plan.prediction.step_seconds
+        if not planned_seconds:
+            return prediction
+        # The race has timed whole steps; only the proportion of the two comes from the costs of their parts.
+        seconds = winner.seconds * prediction.step_seconds / planned_seconds
+        return dataclasses.replace(prediction, step_seconds=seconds)

@@ -23,9 +23,10 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OutOfPlansError, PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.training import callback, out_of_memory
+from hf_ckpt.training import callback, figures, out_of_memory
 from hf_ckpt.training.callback import MemoryTimeCallback
 from hf_ckpt.training.out_of_memory import REPORT_FILE
+from hf_ckpt.units import format_bytes
 
 OFF = {FLAG: False, f"{FLAG}_kwargs": None}
 
@@ -64,7 +65,7 @@ def test_figures_reach_the_file_the_history_the_console_and_tensorboard(tmp_path
 
 def test_unknown_figures_are_null_never_zero(tmp_path, monkeypatch):
     """As on a device without statistics."""
-    monkeypatch.setattr(callback, "PeakMeter", lambda devices: PeakMeter([torch.device("mps")]))
+    monkeypatch.setattr(figures, "PeakMeter", lambda devices: PeakMeter([torch.device("mps")]))
     run = trainer(tmp_path, max_steps=1)
     run.train()
     (row,) = metrics(tmp_path)
@@ -111,7 +112,7 @@ def test_evaluation_and_saving_are_not_counted(by, tmp_path, monkeypatch):
     """
     real, ahead = time.perf_counter_ns, [0]
     monkeypatch.setattr(time, "perf_counter_ns", lambda: real() + ahead[0])
-    monkeypatch.setattr(callback, "PeakMeter", Meter)
+    monkeypatch.setattr(figures, "PeakMeter", Meter)
     epochs = {"max_steps": -1, "num_train_epochs": 2} if by == "epoch" else {"eval_steps": 1, "save_steps": 1}
     run = trainer(tmp_path, evaluate=True, eval_strategy=by, save_strategy=by if by == "steps" else "no", **epochs)
     if by == "epoch":
@@ -224,16 +225,73 @@ def test_a_plan_without_effect_in_a_graph_is_told_in_a_step(tmp_path, caplog):
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
     seen: list[dict] = []
 
-    def two_ranks(values):
+    def two_ranks(rank):
+        values, tokens, padding = rank
         seen.append(values)
         other = {"memory/peak_gib": values["memory/peak_gib"] * 3, "time/step_s": values["time/step_s"] * 2}
-        return [values, {**values, **other}]
+        return [rank, ({**values, **other}, 3 * tokens, padding)]
 
     monkeypatch.setattr(compat.distributed, "of_all_ranks", two_ranks)
     trainer(tmp_path, max_steps=1).train()
     (row,), (first, *_) = metrics(tmp_path), seen
     assert row["memory/peak_gib"] == first["memory/peak_gib"] * 3
     assert row["time/step_s"] == first["time/step_s"] * 2
+    assert row["tokens_per_second"] == pytest.approx(4 * 2 * 12 / row["time/step_s"])
+
+
+def ids(*, name="", rows=2, tokens=12, masked=None):
+    values = {f"{name}input_ids": torch.ones(rows, tokens, dtype=torch.long)}
+    if masked is not None:
+        mask = torch.ones(rows, tokens)
+        mask[0, :masked] = 0
+        values[f"{name}attention_mask"] = mask
+    return values
+
+
+BATCHES = {
+    "padded": ([ids(masked=3), ids(tokens=6, masked=0)], (36, 3)),
+    "of pairs": ([ids(name="chosen_", masked=1) | ids(name="rejected_", tokens=8, masked=2)], (40, 3)),
+    "without a mask": ([ids(masked=3), ids()], (48, None)),
+    "packed, with a mask of four dimensions": ([ids() | {"attention_mask": torch.ones(2, 1, 12, 12)}], (24, None)),
+    "prompts in words": ([ids(), ["a prompt"]], (None, None)),
+    "images": ([{"pixel_values": torch.ones(2, 3)}, ids(masked=1)], (None, None)),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_tokens_are_counted_with_padding_or_not_at_all(kind):
+    batches, expected = BATCHES[kind]
+    tokens = figures.Tokens()
+    for batch in batches:
+        tokens.count(batch)
+    assert tokens.read() == expected
+
+
+@pytest.mark.compat
+def test_a_planned_run_logs_what_was_predicted_and_ends_with_a_table(tmp_path, capsys):
+    """The peak of a step, which `describe` measures, beside that of the process; nothing while steps are measured."""
+    options = {"policy": "budget", "budget": "1GiB", "check_every": 0}
+    run = trainer(tmp_path, max_steps=24, **{f"{FLAG}_kwargs": options})
+    run.train()
+    found, rows = hf_ckpt.describe(run.model), metrics(tmp_path)
+    assert rows[0]["memory/predicted_gib"] is None
+    assert rows[-1]["memory/predicted_gib"] == found.plan.prediction.peak_bytes / 2**30
+    assert rows[-1]["memory/step_peak_gib"] == found.measured_bytes / 2**30 < rows[-1]["memory/peak_gib"]
+    assert rows[-1]["padding"] == 0
+    lines = capsys.readouterr().err.partition("hf_ckpt: 24 steps of training\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == ["policy", "plan", "peak", "step", "tokens", "recomputing"]
+    assert lines[0].endswith("budget 1GiB")
+    peak = format_bytes(found.measured_bytes)
+    without = format_bytes(found.without.peak_bytes)
+    assert lines[2].split(maxsplit=1)[1].endswith(f"{peak} measured, {without} predicted without checkpointing")
+
+
+def test_without_a_plan_the_table_says_so_and_leaves_out_what_is_not_known(tmp_path, capsys):
+    trainer(tmp_path, tiny_model("llama"), max_steps=1, **OFF).train()
+    lines = capsys.readouterr().err.partition("hf_ckpt: 1 step of training\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == ["policy", "peak", "step", "tokens"]
+    assert lines[0].endswith("hf_ckpt is not installed on the model")
+    assert lines[1].endswith("measured (the whole process)")
 
 
 @pytest.mark.compat
