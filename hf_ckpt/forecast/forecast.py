@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,9 @@ from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
 
 USUAL = {"none": KEEP, "full": FULL}
 """The ways of transformers, with the action of every block."""
+
+SHORTER = "shorter sequences"
+"""The name of the rows with fewer tokens."""
 
 NEEDS_PLAN = (
     "a budget measures its first steps under `full`, which do not fit: save the plan with `--out {plan}`, or "
@@ -148,7 +154,15 @@ class Forecaster:
             lowest = self._forecast(*choice_within(self.candidates(self.training), error.floor_bytes), self.budget)
             rows_of_spec, of_spec = self._spec_rows()
             notes = (*error.notes, *of_spec, *(f"to lower it: {hint}" for hint in error.hints))
-            rows = (*rows_of_spec, *self._changed_rows(FIELDS))
+            rows = self._changed_rows(FIELDS)
+            if all(row.name == SHORTER for row in rows):  # what a training sees of its data is the last thing to change
+                several = self._combined_row()
+                if several is not None and several.fits:
+                    rows = (several, *rows)
+                elif several is not None:
+                    peak, above = format_bytes(several.peak_bytes), format_bytes(several.peak_bytes - self.budget)
+                    notes += (f"several changes do not suffice: {several.options} needs {peak}, {above} too much",)
+            rows = (*rows_of_spec, *rows)
             return dataclasses.replace(lowest, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
         plan, *usual = forecast.rows
         fields = OF_THE_PLAN if forecast.plan.active() else ()  # more memory cannot make a plain step faster
@@ -228,7 +242,8 @@ class Forecaster:
         choose = choice_within if fits else _fastest_or_lowest
         costs, choice = choose(self.candidates(training), self.budget)
         plan = plan_of(costs, choice)
-        options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
+        others = {field: value for field, value in change.items() if value != getattr(self._asked, field)}
+        options = " ".join(word for field, value in others.items() for word in FIELDS[field].words(value))
         spec = self._spec(costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
 
@@ -305,12 +320,16 @@ class Forecaster:
         smaller = [{"batch": training.batch // by, "accumulation": training.accumulation * by} for by in parts]
         shorter = room and training.target_tokens is None  # which of the two lengths to halve, only the user knows
         bits = not training.load_in_4bit and not training.sharded
+        ways = FIELDS["parallel"].choices
+        more_shared = ways[ways.index(training.parallel) + 1 :]
         rows: list[tuple[bool, str, dict[str, Any]]] = [
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
             (room and training.mlp == "full", "plan with feed-forwards in tiles", {"mlp": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
             *((room, "smaller batch", change) for change in smaller),
-            *((shorter, "shorter sequences", {"tokens": training.tokens // by}) for by in (2, 4, 8)),
+            *((training.ranks > 1, "more shared by ranks", {"parallel": way}) for way in more_shared),
+            (training.ranks == 1 and bits, "8 ranks under FSDP2", {"ranks": 8, "parallel": "fsdp2"}),
+            *((shorter, SHORTER, {"tokens": training.tokens // by}) for by in (2, 4, 8)),
             (training.prepared, "without PEFT's preparation", {"kbit_preparation": False}),
             # Under LoRA, gradients and state are a few MiB: an optimizer or another rank would not change what fits.
             (training.lora is None, "8-bit optimizer", {"optimizer": "adamw_8bit"}),
@@ -318,6 +337,35 @@ class Forecaster:
             (bits, "LoRA, base in 4 bits", {"lora": training.lora or 16, "load_in_4bit": True}),
         ]
         return [(name, change) for applies, name, change in rows if applies]
+
+    def _combined_row(self) -> Row | None:
+        """Return the row of several changes, in a fixed order, as few of them as fit.
+
+        If none fit, return the row with the lowest peak; None if no step could be measured.
+        """
+        asked = self._asked
+        change: dict[str, Any] = {"mlp": "auto", "head": "auto"}
+        if asked.sharded:  # the head in chunks needs whole weights
+            change |= {"parallel": "ddp"}
+        steps: list[dict[str, Any]] = [{"lora": asked.lora or 16}, {"load_in_4bit": True}]
+        steps.append({"batch": 1, "accumulation": asked.accumulation * asked.batch})
+        if asked.target_tokens is None:
+            steps += [{"tokens": max(1, asked.tokens // by)} for by in (2, 4, 8, 16)]
+        changes = [*itertools.accumulate(steps, operator.or_, initial=change)]
+        shared = {"ranks": 8, "parallel": "fsdp2", "head": "full", "load_in_4bit": False}
+        rows: list[Row] = []
+
+        def fits(change: Mapping[str, Any]) -> bool:
+            with contextlib.suppress(HfCkptError):  # such as PEFT's, which knows no layers for adapters
+                rows.append(self._changed_row("several changes", change, fits=False))
+                return rows[-1].fits
+            return False
+
+        # Each needs less than the one before it, so few of them have to be measured.
+        if bisect.bisect_left(changes, True, key=fits) == len(changes) and asked.ranks == 1:
+            fits(changes[-1] | shared)
+        fitting = [row for row in rows if row.fits]
+        return fitting[-1] if fitting else min(rows, key=lambda row: row.peak_bytes, default=None)
 
     def candidates(self, training: Question) -> list[Costs]:
         """Return the costs from which the plan for a question is made."""

@@ -127,6 +127,31 @@ def test_each_row_is_the_answer_to_its_own_options(device):
         assert (again.peak_bytes, again.step_seconds) == (row.peak_bytes, row.step_seconds), row.options
 
 
+@pytest.mark.long
+def test_several_changes_are_combined_where_one_does_not_suffice(folder, monkeypatch):
+    """Their row is the answer to its own options. If they do not suffice either, a note has the nearest, and its gap."""
+    monkeypatch.chdir(folder)
+    asked = {"model": ".", "batch": 32, "tokens": 512, "device": "a10"}
+    forecast = Forecaster(question({**asked, "budget": "1MiB"})).answer()
+    (row,) = (row for row in forecast.rows if row.fits and row.name == "several changes")
+    assert row.options.startswith("--mlp auto --head auto --lora 16 --load-in-4bit --batch 1 --accum 32")
+    options = f"{row.options} --device a10 --budget 1MiB {'' if '--seq' in row.options else '--seq 512'}"
+    again = Forecaster(question(options_of(make_parser().parse_args(["plan", ".", *options.split()])))).answer()
+    assert again.fits
+    assert (again.peak_bytes, again.step_seconds) == (row.peak_bytes, row.step_seconds)
+    forecast = Forecaster(question({**asked, "batch": 1, "budget": "90KiB"})).answer()
+    assert not forecast.rows
+    assert re.search(r"several changes do not suffice: --.* needs .*iB, .*iB too much", "".join(forecast.notes))
+
+
+@pytest.mark.long
+def test_ranks_that_share_weights_are_offered_the_head_in_chunks_without(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    shared = {"model": ".", "tokens": 512, "device": "h100", "ranks": 8, "parallel": "fsdp2", "budget": "1MiB"}
+    rows = Forecaster(question({**shared, "lora": 8, "batch": 2})).answer().rows
+    assert any(row.options.startswith("--mlp auto --head auto --parallel ddp") for row in rows)
+
+
 def test_ranks_share_all_that_the_optimizer_needs():
     """State, temporary tensors and time, whatever the optimizer."""
     for optimizer, temporary in (("adamw_torch", 1), ("adagrad", 2)):
