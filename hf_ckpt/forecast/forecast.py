@@ -145,7 +145,7 @@ class Forecaster:
         sequences = self.training.global_batch
         splits = self._choose_split(sequences // self.training.ranks) if sequences else ()
         try:
-            forecast = self.within(self.budget)
+            forecast = self._within(self.budget)
         except InfeasibleError as error:
             if not nearest:
                 raise
@@ -177,7 +177,9 @@ class Forecaster:
 
         Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget.
         """
-        limit = budget_bytes(parse_budget(budget), self._memory)
+        return self._within(budget_bytes(parse_budget(budget), self._memory))
+
+    def _within(self, limit: int) -> Forecast:
         return self._forecast(*choice_within(self.candidates(self.training), limit), limit)
 
     def _forecast(self, costs: Costs, choice: Choice, limit: int) -> Forecast:
