@@ -276,11 +276,11 @@ class Installation:
         self.regions = self.functions.of(self.plan)
 
     def set_trials(self, tries: Mapping[str, Tries], mark: Mark = unmarked) -> None:
-        """From the next forward on, let the recomputations of blocks under `full` try these actions, and no others."""
+        """From the next forward on, let the recomputations of these blocks try actions, and those of others none."""
         for name, region in self.regions.items():
             if isinstance(region, FullRegion):
-                wanted = tries.get(name, Tries())
-                region.trials = None if wanted == Tries() else self.functions.trials(name, wanted, mark)
+                wanted = tries.get(name)
+                region.trials = None if wanted is None else self.functions.trials(name, wanted, mark)
 
     def end_watch(self) -> None:
         """Stop all checks: a step has run out of memory, so there is no room for them."""

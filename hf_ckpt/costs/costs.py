@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
-from hf_ckpt.spec.actions import COMPILED, FULL, OFFLOADED, Action
+from hf_ckpt.spec.actions import FULL, OFFLOADED, Action
 from hf_ckpt.spec.plan import Block, staying
 
 ON_DEVICE = {moved: kept for kept, moved in OFFLOADED.items()}
@@ -125,6 +125,8 @@ class Costs:
     """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
     chunks_help: bool = False
     """Whether the head ran as a whole, and `"head": "auto"` would lower what it needs: see `Boundaries.chunks_help`."""
+    least: Action = FULL
+    """The action that keeps least, of blocks for which nothing else is chosen."""
     notes: tuple[str, ...] = ()
     """Remarks on the origin of the figures, for example that times were measured."""
 
@@ -153,8 +155,7 @@ class Costs:
 
     def choice(self, chosen: Mapping[str, Action]) -> Choice:
         """The choice that gives blocks, by name, these actions if they may have them; others keep least."""
-        least = FULL if FULL in self.actions else COMPILED
-        return tuple(call.first_of(chosen.get(call.block.name, least), least) for call in self.calls)
+        return tuple(call.first_of(chosen.get(call.block.name, self.least), self.least) for call in self.calls)
 
     def peak(self, chosen: Mapping[str, Action]) -> int:
         """The predicted peak of that choice."""
@@ -245,7 +246,7 @@ def _cost(call: Call, trial: Trial, casts: int, is_first: bool) -> Cost:
         if peak is None:
             # At most what it needs under `full`, whose recomputation holds all that a block keeps. Hidden states that
             # the action frees are no difference here: both the peak and the bytes at the beginning are less.
-            peak = call.backward.peak - trial.kept - trial.kept_casts
+            peak = call.backward.peak + call.whole_bytes - trial.kept - trial.kept_casts
         backward = Part(max(0, end, peak), end, trial.backward_nanoseconds)
     return Cost(
         forward.then(call.until_next),

@@ -46,7 +46,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Freed:
-    """Bytes that a call was given, and that an action does not keep for the backward. `full` keeps all of them."""
+    """Bytes that an action does not keep for the backward.
+
+    The first three are of what a call was given. `full` keeps all of it.
+    """
 
     hidden: int = 0
     """Of its hidden states, which are freed when it returns."""
@@ -54,6 +57,8 @@ class Freed:
     """Of what all calls of a stack are given, such as masks, which is freed when the stack returns."""
     rebuilt: int = 0
     """Of hidden states that the action rebuilds if the call before has it, too, because each ends with a norm."""
+    dropped: int = 0
+    """Of what the call computes: results that autograd would save."""
 
 
 NOTHING = Freed()
@@ -97,6 +102,9 @@ class Call:
     """What it would keep and need under other actions."""
     records_graph: bool = True
     """Whether its output requires gradients. If so, a call without a backward holds what its action keeps."""
+    whole_bytes: int = 0
+    """Most bytes that its backward would need beyond its own if all were recomputed at once and kept: of a call whose
+    feed-forward runs in tiles."""
 
     @property
     def left(self) -> int:
@@ -120,8 +128,14 @@ class Call:
         # The recomputation is a forward under the trial's action, which begins when the gradient has arrived. Its
         # backward follows while all is alive that this forward has kept.
         peak = max(trial.arrival + trial.forward_peak, trial.kept + trial.kept_casts + trial.backward_peak)
-        spent = trial.forward_nanoseconds + trial.backward_nanoseconds
-        return dataclasses.replace(self.as_it_ran(), backward_peak=peak, backward_nanoseconds=spent)
+        # A forward in tiles needs less than one as a whole, which needs at most what it does if it also keeps results.
+        forward_peak = trial.forward_peak if self.whole_bytes else self.forward.peak
+        return dataclasses.replace(
+            self.as_it_ran(),
+            forward_peak=forward_peak,
+            backward_peak=peak,
+            backward_nanoseconds=trial.forward_nanoseconds + trial.backward_nanoseconds,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Recomputation(NamedTuple):
     """The function that ran in the forward in its place; see `Recomputing.inner`."""
     inputs: list[torch.Tensor]
     """The tensors that the block is given, first its hidden states; empty if it is not known which these are."""
+    dropped_bytes: Callable[[], int]
+    """Returns the bytes of what the last run of `inner` has dropped of all that autograd would save."""
 
 
 class Recomputing(Protocol):
@@ -44,6 +46,9 @@ class Recomputing(Protocol):
 
     @property
     def last(self) -> object: ...
+
+    @property
+    def mark(self) -> Callable[..., None]: ...
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
 
@@ -67,6 +72,11 @@ class FullRegion(Region):
         self.trials: Recomputing | None = None
         """What the recomputations of the next forwards try, in place of this engine's `inner`; None if they only
         recompute."""
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of what the last recomputation has dropped of all that autograd would save."""
+        return 0
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
@@ -165,7 +175,7 @@ class Counted:
         self.plain = fn
         self.trials = region.trials
         # In the forward, too: `Rebuilding` puts hooks there, by which backward gets what its recomputation packs.
-        self.fn = region.inner(fn) if self.trials is None else self.trials.inner(fn)
+        self.fn = region.inner(fn) if self.trials is None or self.trials.last is None else self.trials.inner(fn)
         self.region = region
         self.ran = False
         self.state = region.state_for(fn, inputs)
@@ -192,7 +202,11 @@ class Counted:
         # Without positional ones, it is not known which are hidden states; wrapped tensors have no storage.
         if not args or compat.torch.is_any_wrapper(map(type, inputs)):
             inputs = []
-        return Recomputation(lambda runs: self.state.recompute(runs, _cut(args)), self.plain, self.fn, inputs)
+
+        def again(runs: Callable[..., Any]) -> Any:
+            return self.state.recompute(runs, _cut(args))
+
+        return Recomputation(again, self.plain, self.fn, inputs, lambda: self.region.dropped_bytes)
 
 
 def _cut(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -124,8 +124,9 @@ class TiledRegion(FullSelectiveRegion):
         # If autocast cached casts of weights, their gradients would be summed in 16 bits.
         device_type = tiles[0].device.type
         dtype = compat.devices.autocast_dtype(device_type)
+        mark = _no_mark if self.trials is None else functools.partial(self.trials.mark, "tile", self.block)
         with compat.devices.autocast_to(device_type, dtype, caches=False):
-            outputs = [part.checkpointed(_Tile(part, run, *tile)) for tile in zip(tiles, inputs, strict=True)]
+            outputs = [part.checkpointed(_Tile(part, run, mark, *tile)) for tile in zip(tiles, inputs, strict=True)]
         return torch.cat(outputs, dim=1)
 
 
@@ -194,6 +195,10 @@ def is_same_up_to_rounding(forward: Callable[..., Any], rows: torch.Tensor) -> b
     return is_near.shape == rows.shape[:2] and (compat.torch.is_fake(is_near) or bool(is_near.all()))
 
 
+def _no_mark() -> None:
+    """Marks nothing, in a step that is not measured."""
+
+
 class _TileFailedError(Exception):
     """A tile of a feed-forward raised an error. From now on, it runs as a whole."""
 
@@ -204,12 +209,16 @@ class _Tile(Counted):
     Args:
         region: the region of the feed-forward's tiles.
         forward: runs the feed-forward.
+        mark: called when the recomputation begins.
         rows: the input [1, tokens, hidden size].
         saved: what `_Input` returned for the input.
     """
 
-    def __init__(self, region: FullRegion, forward: Callable[..., Any], rows: torch.Tensor, saved: Any) -> None:
+    def __init__(
+        self, region: FullRegion, forward: Callable[..., Any], mark: Callable[[], None], rows: torch.Tensor, saved: Any
+    ) -> None:
         super().__init__(forward, region, NO_TENSORS)
+        self.mark = mark
         self.rows: torch.Tensor | None = rows
         """The input until the forward has begun; later it is only among the tensors that autograd saved."""
         self.saved = saved
@@ -218,7 +227,8 @@ class _Tile(Counted):
         rows = self.rows
         self.rows = None
         if rows is None:
-            (rows,) = self.saved.grad_fn.saved_tensors
+            (rows,) = self.saved.grad_fn.saved_tensors  # the first tile recomputes the block
+            self.mark()
         return super().__call__(rows)
 
 

@@ -14,6 +14,14 @@ The casts of weights are read apart, by a run before the trial, because they out
 may share the weights. Of the levels at these marks, `measure.levels` computes a `costs.steps.Trial`: what is kept is
 `tried` less `cast`, and what autocast's casts add for the backward is `shown` less `trial`, less what is kept.
 
+Blocks whose feed-forwards run in tiles may be recomputed under another action only where it has room. The first step
+finds out, by two more marks:
+
+| mark | moment |
+|---|---|
+| `tile` | the recomputation of a tile begins |
+| `recomputed` | that of the block has ended, and says what it has dropped |
+
 A trial that ends with `shown` is freed, and the block runs once more. After `kept`, backward goes on with what the
 trial has kept, and so shows what the backward needs under the action.
 """
@@ -86,14 +94,18 @@ class Trials:
     """Name of the block."""
     mark: Mark
     shown: tuple[Trial, ...]
-    """Trials of the forward only. They run before the recomputation."""
+    """Trials of the forward only. They run before the recomputation; without any trial, it is only marked."""
     last: Trial | None = None
     """The trial that the recomputation itself is; None if the block is recomputed as under `full`, and may stop when
     all tensors are there that backward needs."""
 
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
-        return fn if self.last is None else self.last.inner(fn)
+        """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing.
+
+        There must be a `last` trial.
+        """
+        assert self.last is not None
+        return self.last.inner(fn)
 
     def recompute(self, recomputation: Recomputation) -> Any:
         """Run the trials, and then the recomputation."""
@@ -101,9 +113,17 @@ class Trials:
             with compat.torch.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
                 self._run(trial, "shown", recomputation, trial.alone(recomputation.plain))
         if self.last is None:
-            return recomputation.again(recomputation.inner)
+            return self._marked(recomputation)
         self._run(self.last, "kept", recomputation, recomputation.inner)
         return None  # torch's checkpoint does not use the output
+
+    def _marked(self, recomputation: Recomputation) -> Any:
+        """Recompute the block as its action does, and mark the end."""
+        try:
+            return recomputation.again(recomputation.inner)
+        finally:  # torch ends it by an exception as soon as it has all that backward needs
+            if not self.shown:
+                self.mark("recomputed", self.block, freed=Freed(dropped=recomputation.dropped_bytes()))
 
     def _run(self, trial: Trial, last_mark: str, recomputation: Recomputation, function: Callable[..., Any]) -> None:
         """Run `function`, the block under the action of a trial, between the marks of the trial."""

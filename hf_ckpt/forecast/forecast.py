@@ -37,7 +37,7 @@ SHORTER = "shorter sequences"
 """The name of the rows with fewer tokens."""
 
 NEEDS_PLAN = (
-    "a budget measures its first steps under `full`, which do not fit: save the plan with `--out {plan}`, or "
+    "a budget measures its first steps without host memory, and they do not fit: save the plan with `--out {plan}`, or "
     "`forecast.plan.save`, and train with it"
 )
 
@@ -306,11 +306,10 @@ class Forecaster:
         self.training = on_device(self._asked, self.device)
 
     def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
-        """Return the spec to train with: a budget if the steps under `full`, which it measures, fit into the device."""
-        # A session measures every action in steps under `full`; see `training/session.py`. With tiles or with host
-        # memory, a plan may need less than these, so that the run would end before it had a plan.
-        measuring_bytes = timeline(costs, costs.uniform(FULL)).peak_bytes
-        return self._saved if measuring_bytes > self._memory else spec_of(plan, limit, training.host_budget)
+        """Return the spec to train with: a budget if the steps that it measures fit into the device."""
+        # A session measures steps that keep least on the device; see `training/session.py`. With host memory, a plan
+        # may need less than these, so that the run would end before it had a plan.
+        return self._saved if costs.peak({}) > self._memory else spec_of(plan, limit, training.host_budget)
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""

@@ -13,6 +13,7 @@ exact, and one step has both.
 | `returned` | the model's forward, and autocast around it |
 | `backward` | the backward of a block: its output's gradient has arrived |
 | `cast`, `trial`, `tried`, then `shown` or `kept` | a trial in the recomputation of a block: see `engines.trials` |
+| `tile`, `recomputed` | in a recomputation without trials: see there, too |
 | `end` | the backward of the step |
 """
 
@@ -93,7 +94,7 @@ class Level:
     action: Action | None = None
     """The action that is tried, for the marks of a trial."""
     freed: Freed = NOTHING
-    """At the end of a trial, what the block was given and the action does not keep."""
+    """At the end of a trial or recomputation, what the action does not keep."""
 
 
 class Levels:
@@ -257,7 +258,23 @@ def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
         # the trials of such a step are used.
         peak = max(levels[first + 1].peak_bytes, levels[end].peak_bytes)
         backward = dataclasses.replace(backward, peak=peak - levels[first].bytes)
-    return dataclasses.replace(call, backward=backward, trials=trials)
+    whole_bytes = _whole_bytes([*(level for level in levels[first:end] if level.block == call.name[0]), levels[end]])
+    return dataclasses.replace(call, backward=backward, trials=trials, whole_bytes=whole_bytes)
+
+
+def _whole_bytes(levels: Sequence[Level]) -> int:
+    """Most bytes that a backward would need in addition if its block was recomputed as a whole, and all was kept.
+
+    Args:
+        levels: of the block, from the beginning of its backward, and the one at the end.
+    """
+    dropped_bytes = sum(level.freed.dropped for level in levels)
+    places = [place for place, level in enumerate(levels) if level.what == "tile"]
+    # In the first one, which may be short, weights get gradients that stay. The last one is followed by the backward of
+    # the rest of the block.
+    alone = places[1:-1] or places
+    tile_bytes = max((levels[place + 1].peak_bytes - levels[place].bytes for place in alone), default=0)
+    return dropped_bytes + len(places) * tile_bytes
 
 
 def _trial(levels: Sequence[Level], first: int, last: int, end: int) -> Trial:

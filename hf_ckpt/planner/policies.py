@@ -20,7 +20,7 @@ from hf_ckpt.spec.spec import PLANNED_POLICIES, Spec
 def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> Plan:
     """Apply a spec to the blocks of a model: one action for every block.
 
-    For `budget` and `auto` every block gets `full`, until the run is measured (`training.session`).
+    For `budget` and `auto` every block gets what keeps `least`, until the run is measured (`training.session`).
 
     Args:
         spec: what was asked for.
@@ -145,6 +145,13 @@ def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Pla
     return (dataclasses.replace(plan, head="auto", prediction=None), "the head in chunks") if chunks else None
 
 
+def least(spec: Spec) -> Action:
+    """The action that keeps least of those that a plan for a budget may choose. The run measures its steps under it."""
+    if spec.compile is not None:
+        return COMPILED
+    return FULL if spec.mlp == "full" else Action("full+tiles", tile=spec.mlp)
+
+
 def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:
     """The action that a policy gives a block. Until a run is measured, a planned policy keeps least."""
     if spec.compile is not None:
@@ -154,11 +161,11 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
     if policy == "none":
         return KEEP
     if policy == "full" and spec.mlp != "full":
-        return Action("full+tiles", tile=spec.mlp)
+        return least(spec)
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
     if policy in PLANNED_POLICIES:
-        return FULL
+        return least(spec)
     return OFFLOAD if spec.offload is True else Action(policy)
 
 

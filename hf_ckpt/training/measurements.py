@@ -6,10 +6,11 @@ A batch is measured in stages. Each has a method that says what its step does wi
 |---|---|---|---|
 | forwards | recomputations run the forward under every action | `forwards_to_try` | `learn_forwards` |
 | backwards | recomputations run under an action, and so does their backward | `backwards_to_try` | `learn_backwards` |
-| actions | some blocks have an action that recomputations cannot try | `actions_to_run` | `learn_actions` |
+| actions | some blocks are compiled with another share | `actions_to_run` | `learn_actions` |
 | times | some blocks have other actions; only times are read | `actions_to_time` | `learn_times` |
 
-The step of the first stage is the reference: all blocks keep least in it, and all others are differences from it.
+The step of the first stage is the reference: all blocks keep least in it, and all others are differences from it. If
+feed-forwards run in tiles, it shows only for which trials there is room.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hf_ckpt.costs.costs import Costs, costs_of_step
 from hf_ckpt.costs.steps import Call, CallName, Step, Trial, step_between, trial_between
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.models.blocks import FoundBlocks
-from hf_ckpt.spec.actions import COMPILED, FULL_SELECTIVE, SELECTIVE, Action
+from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action
 from hf_ckpt.training.conditions import NEAR, Batch
 
 TIMED_STEPS = 2
@@ -34,6 +35,8 @@ TIMED_STEPS = 2
 the step only."""
 
 
+RECOMPUTED = {FULL: KEEP, FULL_SELECTIVE: SELECTIVE}
+"""Action -> the one under which its recomputation runs: see `Call.recomputed`."""
 LENGTHS = 3
 """Lengths that are measured: bytes at all others follow from them, see `steps.step_between`."""
 APART = 0.95
@@ -71,7 +74,7 @@ class Measurements:
     Args:
         model_blocks: the blocks of the model.
         actions: the actions to choose from; those that keep most come first. The last one keeps least: steps are
-            measured under `full`, or with compiled blocks under share 0.
+            measured under `full`, `full+tiles`, or share 0 of compiled blocks.
         fixed: block -> the action that it always has. Steps are measured under it, too.
         skips: whether steps skip blocks at random. Then each is stored as if it had skipped none.
     """
@@ -92,7 +95,8 @@ class Measurements:
         self.tried: dict[Batch, Step] = {}
         """Steps that have tried backwards under other actions. Only their trials count."""
         self._by_length = all(action.tile is None and action != COMPILED for action in self.actions)
-        """Whether bytes follow from other lengths: not if blocks must run under an action, which is one more step."""
+        """Whether bytes follow from other lengths: not if blocks must run under an action, which is one more step, nor
+        with tiles, whose number is no polynomial of the length."""
         self.kinds: dict[Any, dict[CallName, Kind]] = collections.defaultdict(dict)
         """State of the model -> call of a block -> its kind."""
         self._numbers: dict[Any, int] = {}
@@ -268,11 +272,14 @@ class Measurements:
     # --- what to measure next ---
 
     def forwards_to_try(self, batch: Batch) -> dict[str, Tries]:
-        """Return trials of the forward under every action, for the first step of a batch.
+        """Return trials of the forward under every action, for the first step of a batch. Feed-forwards in tiles may
+        need too little for trials to have room: then there are none, and recomputations show how much these need.
 
         Blocks with equal modules share the actions. The last of them take them first, because what comes before the
         first trainable parameter is not recomputed. If steps skip blocks, each tries all: any of them may be skipped.
         """
+        if self.least.tile is not None:
+            return {block: Tries() for block in self.blocks if block not in self.fixed}
         groups = collections.defaultdict[int, list[str]](list)
         for block in reversed(self.blocks):
             if block not in self.fixed:
@@ -288,15 +295,19 @@ class Measurements:
                 tries[block] = Tries((*tries.get(block, Tries()).shown, action))
         return tries
 
-    def backwards_to_try(self, batch: Batch) -> dict[str, Tries]:
-        """Return trials of the backward, for the second step of a batch; and what was not shown of a kind so far.
+    def backwards_to_try(self, batch: Batch, limit: int) -> dict[str, Tries]:
+        """Return trials of the backward, for the second step of a batch; and what was not shown of a kind so far. None
+        for kinds that may need more than a limit, in bytes.
 
         The last blocks of each kind get an action each. If there are fewer than actions, those that keep least come
         first: for the others the backward under the action that keeps least is a bound, since it holds all that a block
         keeps.
         """
         tries: dict[str, Tries] = {}
+        room = limit - self.costs(batch).peak({})
         for calls in self._calls_of_kinds(batch, self.bound(batch)).values():
+            if max(call.whole_bytes for call in calls) > room:
+                continue
             blocks = list(dict.fromkeys(call.name[0] for call in reversed(calls)))
             shown = {action for call in calls for action in call.trials}
             missing = tuple(action for action in self._tried_actions if action not in shown)
@@ -312,31 +323,27 @@ class Measurements:
     def _tried_actions(self) -> tuple[Action, ...]:
         """The actions that recomputations try.
 
-        `full+selective` follows from `selective`: see `Call.recomputed`. Tiles must run in the forward, too.
+        Others follow from them: see `RECOMPUTED`.
         """
-        return tuple(action for action in self.actions[:-1] if action != FULL_SELECTIVE and action.tile is None)
+        return tuple(action for action in self.actions[:-1] if action not in RECOMPUTED)
 
-    def actions_to_run(self, batch: Batch, limit: int, *, everything: bool) -> dict[str, Action]:
+    def actions_to_run(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under an action that was not measured, if they fit into a limit, in bytes.
 
-        With `everything`, for blocks whose recomputation can try nothing; else for feed-forwards in tiles. Blocks of
-        all kinds have the same action, because the step has one difference from the reference. Those that keep least
-        come first. A block keeps no more than its backward holds under the action that keeps least.
+        This is for compiled blocks, which are not recomputed as a whole. Blocks of all kinds have the same action,
+        because the step has one difference from the reference. Those that keep least come first. A block keeps no more
+        than its backward holds under the action that keeps least.
         """
         step = self.bound(batch)
         room = limit - self.costs(batch).peak({})
-        actions = [action for action in self.actions if action.tile is not None]
-        if everything:
-            actions = list(reversed(self._tried_actions))
-        for action in actions:
+        for action in reversed(self._tried_actions):
             chosen: dict[str, Action] = {}
             for calls in self._calls_of_kinds(batch, step).values():
                 last = calls[-1]
                 assert last.backward is not None
-                needed = last.backward.peak if action.tile is None else 0  # tiles keep what `full` keeps
-                if needed <= room and not any(action in call.trials for call in calls):
+                if last.backward.peak <= room and not any(action in call.trials for call in calls):
                     chosen[last.name[0]] = action
-                    room -= needed
+                    room -= last.backward.peak
             if chosen:
                 return chosen
         return {}
@@ -392,6 +399,7 @@ class Measurements:
         costs = costs_of_step(step, [self.blocks[name] for name, _ in step.names], trials, self.actions)
         return dataclasses.replace(
             costs,
+            least=self.least,
             tokens=sum(math.prod(forward.rows_and_tokens) for forward in batch.forwards),
             sequences=max(forward.rows_and_tokens[0] for forward in batch.forwards),
         )
@@ -459,11 +467,13 @@ class Measurements:
         return shown
 
     def _trials_of(self, call: Call) -> dict[Action, Trial]:
-        """What a call has shown of every action, also of `full+selective`, whose recomputation is like `selective`."""
-        selective = call.trials.get(SELECTIVE)
-        if selective is None or selective.backward_peak is None or FULL_SELECTIVE not in self.actions:
-            return dict(call.trials)
-        return {**call.trials, FULL_SELECTIVE: call.recomputed(selective)}
+        """What a call has shown of every action, also of those whose recomputation is like another one."""
+        trials = dict(call.trials)
+        for action, inner in RECOMPUTED.items():
+            trial = call.trials.get(inner)
+            if trial is not None and trial.backward_peak is not None and action in self.actions[:-1]:
+                trials[action] = call.recomputed(trial)
+        return trials
 
     def _times_of(self, kind: Kind, action: Action) -> Times:
         """The median time of a call of this kind; 0 if none was timed."""

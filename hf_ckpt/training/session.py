@@ -5,20 +5,21 @@ covers, runs under it. Otherwise the step is for the first of these phases that 
 
 | phase | its steps run under | it ends |
 |---|---|---|
-| *warm-up* | `full`, unmeasured | after two steps under DDP |
-| *measure* | `full`; the recomputations try other actions | after two steps of about this size |
+| *warm-up* | what keeps least, unmeasured | after two steps under DDP |
+| *measure* | what keeps least; the recomputations try other actions | after two steps of about this size |
 | *time* | a mixture of actions | after `TIMED_STEPS` steps |
 | *race* | the plans that may be the fastest, in turn | after `RACE_STEPS` steps of each |
 | *check* | the plan; its first step is measured | after that step |
 | *plan* | the plan of the batch | |
-| *given up* | `full` | |
-| *paused* | `full`, because a further forward has no room under its plan; unmeasured | after that step |
+| *given up* | what keeps least | |
+| *paused* | the same, because a further forward has no room under its plan; unmeasured | after that step |
 
 If the peak of a checked step exceeds the budget, the limit of all later plans is lower by what it needed more than was
-predicted. With compiled blocks, share 0 takes the place of `full`, single blocks try other shares in their forward, and
-a step that compiles a graph is not used. A step that is not what was expected (an exception, another forward, gradients
-that were not cleared) is not used either, and the next one is in the same phase again. After `MOST_FAILURES` such steps
-in a row, nothing more is measured. A forward without a backward is no step.
+predicted. `full` keeps least, or `full+tiles` where the spec has `mlp`: see `planner.policies.least`. With compiled
+blocks it is share 0, single blocks try other shares in their forward, and a step that compiles a graph is not used. A
+step that is not what was expected (an exception, another forward, gradients that were not cleared) is not used either,
+and the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured. A
+forward without a backward is no step.
 
 Later steps are watched: see `excess`. The first one above the budget voids all plans, and steps are measured again. If
 that does not help, the limit is lower, too.
@@ -63,6 +64,7 @@ from hf_ckpt.logs import tell
 from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
+from hf_ckpt.planner import policies
 from hf_ckpt.planner.choose import best_plan, plan_of
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.description import Description
@@ -222,7 +224,7 @@ class Session:
         """The peak that steps may have."""
         self._limit_bytes = self._budget_bytes
         """The predicted peak that plans may have: lower, once a step has needed more than was predicted."""
-        self._least = FULL if self._spec.compile is None else COMPILED
+        self._least = policies.least(self._spec)
         """The action that keeps least. Blocks that hf_ckpt compiles cannot get others than compiled ones."""
         if self._least == COMPILED:
             conditions.refuse_compiled(base, self._devices, self._spec.policy)
@@ -458,9 +460,9 @@ class Session:
         if is_first:
             tries = {} if in_forward else measurements.forwards_to_try(batch)
         elif measurements.lacks_backwards(batch) and not in_forward:
-            tries = measurements.backwards_to_try(batch)
-        else:
-            actions = measurements.actions_to_run(batch, self._least_limit(batch), everything=in_forward)
+            tries = measurements.backwards_to_try(batch, self._least_limit(batch))
+        elif in_forward:
+            actions = measurements.actions_to_run(batch, self._least_limit(batch))
         # A first step is measured even if it tries nothing: all other steps are compared with it.
         progress = dataclasses.replace(progress, has_bytes=not (is_first or tries or actions))
         if phase_of(progress) is Phase.MEASURE:
@@ -486,8 +488,8 @@ class Session:
     def _least_limit(self, batch: Batch) -> int:
         """The peak that a step which tries something may have.
 
-        If even `full` needs more than the limit, as for the optimizer's step, other actions cost nothing as long as
-        they need no more than that.
+        If even what keeps least needs more than the limit, as for the optimizer's step, other actions cost nothing as
+        long as they need no more than that.
         """
         return max(self._limit_bytes, self._measurements.costs(batch).peak({}))
 
@@ -743,7 +745,7 @@ class Session:
         # If no plan fits, the first one is near the lowest peak. Others that need no more than it are as good.
         limit = max(limit, first.plan.prediction.peak_bytes)
         most = self._actions[0]
-        for action in (most, self._least, SIMPLE):
+        for action in dict.fromkeys((most, self._least, FULL, SIMPLE)):
             if action in self._actions:
                 allowed = tuple(dict.fromkeys((most, action)))
                 entrant, hints_of_entrant = self._entrant(allowed, [self._measurements.costs(batch, allowed)], limit)

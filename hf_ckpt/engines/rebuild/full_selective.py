@@ -38,6 +38,11 @@ class FullSelectiveRegion(FullRegion):
         super().__init__(block, **options)
         self.rebuilding = RebuildRegion(block, save=save)
 
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of what the last recomputation has dropped of all that autograd would save."""
+        return sum(self.rebuilding.dropped_sizes.values())
+
     def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return the block's own forward `fn`: its first call runs as it is, and later ones run under `selective`."""
         return Rebuilding(fn, self.rebuilding)
@@ -85,11 +90,14 @@ class Rebuilding:
             with torch.autograd.graph.saved_tensors_hooks(checkpoint_pack, load):
                 return self.fn(*args)
 
+        sizes = self.region.dropped_sizes = {}
+
         def rebuilding(tape: Tape) -> compat.torch.SavedTensorHooks:
             @compat.torch.untraced
             def pack(tensor: torch.Tensor) -> Value | Inside:
                 value = tape.pack(tensor)
                 if type(value) is not Kept:
+                    sizes[id(value.root or value)] = tensor.untyped_storage().nbytes()
                     # An expanded number: no memory, but the shape and type that torch's checkpoint compares.
                     tensor = tensor.new_empty(()).expand(tensor.shape)
                     vars(tensor)[_VALUE] = value

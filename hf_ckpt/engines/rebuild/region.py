@@ -66,6 +66,8 @@ class RebuildRegion(Region):
         forward; None before the first."""
         self.saved_tensors = 0
         """Number of tensors that autograd saved in the last forward."""
+        self.dropped_sizes: dict[int, int] = {}
+        """Id of a value -> bytes of the tensor that it rebuilds, in the last recomputation of `full+selective`."""
         self.weights: list[dict[str, torch.Tensor | None]] | None = None
         """The dicts of the block's parameters; None before a forward has shown the block."""
 

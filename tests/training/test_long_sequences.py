@@ -1,0 +1,113 @@
+"""Budgets into which `full` does not fit, but feed-forwards in tiles do.
+
+All live tensors are counted in every step. The steps that are measured may need no more than the budget, either.
+"""
+
+import copy
+
+import pytest
+import transformers
+from helpers.adapters import with_lora
+from helpers.planned import budgeted, live_peak, model_of
+from helpers.steps import assert_near, gradients, planned, without_cache
+from torch import autocast, bfloat16, randint
+
+import hf_ckpt
+from hf_ckpt.attach.record import installation
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.spec.actions import FULL
+from hf_ckpt.training.phases import Phase
+
+TILES = {"mlp": 64, "head": "auto", "check_every": 0}
+TOKENS = 1024
+
+
+def wide_model(lora=False):
+    """A model whose blocks need much more for their feed-forwards than for all else."""
+    sizes = {"hidden_size": 32, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=4, **sizes)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").train()
+    return with_lora(model, "llama", lora_dropout=0.0) if lora else model
+
+
+def long_batch():
+    ids = randint(0, 256, (1, TOKENS))
+    return {"input_ids": ids, "labels": ids}
+
+
+def steps_until_planned(model, batch):
+    """Train until a step has its plan. Returns the phase and the peak of each step."""
+    steps = []
+    while not steps or steps[-1][0] is not Phase.PLAN:
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(model, batch) as live:
+            model(**without_cache(model, batch)).loss.backward()
+        steps.append((installation(model).session.planned.phase, live.peak_bytes))
+    return steps
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("room", [1.02, 1.5])
+def test_a_budget_below_the_peak_of_full_is_held_in_every_step(lora, room):
+    """`full` needs at least 1.5 times the budget. Gradients are those of no checkpointing up to rounding."""
+    plain = wide_model(lora)
+    full, tiled, model = (copy.deepcopy(plain) for _ in range(3))
+    batch = long_batch()
+    planned(full, {"policy": "full", "head": "auto", "check_every": 0})
+    planned(tiled, {"policy": "full", **TILES})
+    budget = round(room * live_peak(tiled, batch))
+    assert live_peak(full, batch) > 1.5 * budget
+    budgeted(model, budget, **TILES)
+    phases, peaks = zip(*steps_until_planned(model, batch), strict=True)
+    assert phases[0] is Phase.MEASURE
+    assert max(peaks) <= budget
+    plan = hf_ckpt.describe(model).plan
+    assert {action.kind for _, action in plan.actions} == {"full+tiles"}
+    assert peaks[-1] == pytest.approx(plan.prediction.peak_bytes, rel=0.001)
+    plain(**without_cache(plain, batch)).loss.backward()
+    assert_near(gradients(plain), gradients(model))
+    assert min(hf_ckpt.describe(model).recomputed.values()) >= len(phases) - 1
+
+
+def test_where_full_fits_other_actions_are_tried_as_well():
+    """Within the budget. The predicted peak of `full` is that of a model under `full`."""
+    plain = wide_model()
+    full, model = (copy.deepcopy(plain) for _ in range(2))
+    batch = long_batch()
+    planned(full, {"policy": "full", "head": "auto", "check_every": 0})
+    needed = live_peak(full, batch)
+    budget = round(1.4 * needed)
+    budgeted(model, budget, **TILES)
+    phases, peaks = zip(*steps_until_planned(model, batch), strict=True)
+    assert phases[:2] == (Phase.MEASURE, Phase.MEASURE)
+    assert max(peaks) <= budget
+    assert {action.kind for _, action in hf_ckpt.describe(model).plan.actions} - {"full", "full+tiles"}
+    session = installation(model).session
+    costs = session._measurements.costs(session.planned.batch)
+    assert costs.peak(dict.fromkeys(session._measurements.blocks, FULL)) == pytest.approx(needed, rel=0.001)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "lora", "autocast", "whole"])
+def test_trials_need_no_more_than_the_bound_by_which_they_are_tried(name):
+    """The bound is what tiles and the rest of the block have shown, see `Call.whole_bytes`; `whole` has one tile."""
+    family = name if name in ("gpt2", "bert", "t5") else "llama"
+    model = model_of(family, lora=name == "lora", layers=4, dropout=0.1)
+    batch = tiny_batch(family, batch=4, tokens=64)
+    budgeted(model, 1 << 40, **TILES | {"mlp": 256 if name == "whole" else 64})
+    for _ in range(3):  # the third stores what the second has shown
+        with autocast("cpu", bfloat16, enabled=name == "autocast"):
+            loss = model(**without_cache(model, batch)).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+    measurements = installation(model).session._measurements
+    (step,) = measurements.references.values()
+    (tried,) = measurements.tried.values()
+    seen = 0
+    for call, with_trials in zip(step.calls, tried.calls, strict=True):
+        for trial in with_trials.trials.values():
+            if trial.backward_peak is not None:
+                seen += 1
+                needed = max(trial.arrival + trial.forward_peak, trial.kept + trial.kept_casts + trial.backward_peak)
+                assert needed <= call.backward.peak + call.whole_bytes
+    assert seen >= 3
