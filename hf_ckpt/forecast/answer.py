@@ -177,10 +177,10 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     return {"policy": "budget", "budget": f"{-(-budget_bytes // 2**20)}MiB", **head, **tiles, **host}
 
 
-def to_write(training: Question, spec: Mapping[str, Any]) -> dict[str, str]:
+def to_write(training: Question, spec: Mapping[str, Any], model: str) -> dict[str, str]:
     """What to copy: where it goes -> its lines. Values are written as JSON, which YAML includes.
 
-    These are fields of `TrainingArguments` or of a config of TRL, and Python.
+    These are fields of `TrainingArguments` or of a config of TRL, and Python. `model` is the class of the model.
     """
     trainer = training.trainer
     computing = training.autocast_name
@@ -200,13 +200,34 @@ def to_write(training: Question, spec: Mapping[str, Any]) -> dict[str, str]:
         "gradient_checkpointing_kwargs": dict(spec) if checkpoints else None,
     }
     yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in arguments.items() if value is not None)
-    # A key of a training file may be left out, but this call decides how many bytes weights take: its absence would
-    # make the answer wrong.
-    prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
     lines = {
-        f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,
+        **_lines_of_model(training, model),
         "data_collator=DataCollatorWithFlattening()  # of transformers": training.packing and trainer != "sft",
         "hf_ckpt.install(model)  # or start the script by: python -m hf_ckpt train.py": checkpoints,
     }
     python = "\n".join(line for line, applies in lines.items() if applies)
     return {"Training arguments (YAML)": yaml, **({"With the model (Python)": python} if python else {})}
+
+
+def _lines_of_model(training: Question, model: str) -> dict[str, bool]:
+    """Python that makes the model that was planned for: line -> whether it applies. `NAME` is the model's name.
+
+    A model with other types, bits or adapters would need other bytes than the answer says.
+    """
+    dtype = json.dumps(training.dtype)
+    options = f"dtype={dtype}, attn_implementation={json.dumps(training.attention)}"
+    four = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype}'
+    double = f"bnb_4bit_use_double_quant={training.double_quant}"
+    targets = training.lora_targets if isinstance(training.lora_targets, str) else list(training.lora_targets)
+    adapters = f"target_modules={json.dumps(targets)}, lora_dropout={training.lora_dropout}"
+    lora = f"LoraConfig(r={training.lora}, {adapters})"
+    prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
+    bits = training.load_in_4bit
+    has_trainer = training.trainer is not None
+    return {
+        f"bits = BitsAndBytesConfig({four}, {double})": bits,
+        f"model = {model}.from_pretrained(NAME, {options}{', quantization_config=bits' if bits else ''})": True,
+        f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,
+        f"model = get_peft_model(model, {lora})": training.lora is not None and not has_trainer,
+        f"peft_config={lora}  # of the trainer": training.lora is not None and has_trainer,
+    }

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offload
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
-from hf_ckpt.forecast.model import ShallowModel, model_of_workload, nbytes
+from hf_ckpt.forecast.model import ShallowModel, kv_bytes, model_of_workload, nbytes
 from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
+from hf_ckpt.forecast.ranks import sent_bytes
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
-from hf_ckpt.planner.choose import choice_within, frontier, plan_of
+from hf_ckpt.planner.choose import choice_within, frontier, peak_of_least, plan_of
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Plan
@@ -33,6 +34,10 @@ from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
 USUAL = {"none": KEEP, "full": FULL}
 """The ways of transformers, with the action of every block."""
 
+REFUSED = 2**62
+"""The peak of a question that is refused, such as sequences that are longer than the model takes."""
+UNIT_TOKENS = 128
+"""The lengths that are compared for the longest that fits are multiples of this."""
 SHORTER = "shorter sequences"
 """The name of the rows with fewer tokens."""
 
@@ -101,6 +106,32 @@ def _fastest_or_lowest(candidates: Sequence[Costs], limit: int) -> tuple[Costs, 
         return choice_within(candidates, error.floor_bytes)
 
 
+def largest_within(peak_of: Callable[[int], int], limit: int) -> dict[int, int]:
+    """Return number -> its peak, for what was tried to find the largest number whose peak is within a limit.
+
+    Among them are that number and the next one. Peaks grow nearly in proportion to the number, so a guess is on the
+    line through two that are known; every fourth one halves what is left, because such a line may come near slowly.
+    """
+    peaks = {1: peak_of(1)}
+    low = 0 if peaks[1] > limit else 1
+    high = 1 if peaks[1] > limit else None
+    while high is None or high - low > 1:
+        others = [number for number in peaks if number != low and peaks[number] != REFUSED]
+        guess = 2 * low
+        if others:
+            slope = (peaks[low] - peaks[others[-1]]) / (low - others[-1])
+            guess = low + int((limit - peaks[low]) / max(slope, 1.0))
+        if high is not None and (peaks[high] == REFUSED or len(peaks) % 4 == 0):
+            guess = (low + high) // 2
+        guess = max(low + 1, min(guess, 64 * low if high is None else high - 1))
+        peaks[guess] = peak_of(guess)
+        if peaks[guess] <= limit:
+            low = guess
+        else:
+            high = guess
+    return peaks
+
+
 class Forecaster:
     """Answers a question, and similar ones. It measures each training once.
 
@@ -144,6 +175,7 @@ class Forecaster:
         self._tell("reading the model")
         sequences = self.training.global_batch
         splits = self._choose_split(sequences // self.training.ranks) if sequences else ()
+        margin = self._choose_largest()
         try:
             forecast = self._within(self.budget)
         except InfeasibleError as error:
@@ -151,9 +183,15 @@ class Forecaster:
                 raise
             # Not an error for who asks "what would fit?": the page and the command show what the lowest peak consists
             # of, and what fits with one change.
-            lowest = self._forecast(*choice_within(self.candidates(self.training), error.floor_bytes), self.budget)
+            costs, choice = choice_within(self.candidates(self.training), error.floor_bytes)
+            lowest = self._forecast(costs, choice, self.budget)
             rows_of_spec, of_spec = self._spec_rows()
-            notes = (*error.notes, *of_spec, *(f"to lower it: {hint}" for hint in error.hints))
+            notes = (
+                *error.notes,
+                *self._notes_beside(costs),
+                *of_spec,
+                *(f"to lower it: {hint}" for hint in error.hints),
+            )
             rows = self._changed_rows(FIELDS)
             if all(row.name == SHORTER for row in rows):  # what a training sees of its data is the last thing to change
                 several = self._combined_row()
@@ -170,7 +208,7 @@ class Forecaster:
         faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * plan.step_seconds]
         rows_of_spec, notes = self._spec_rows()
         rows = (plan, *rows_of_spec, *splits, *faster, *usual)
-        return dataclasses.replace(forecast, rows=rows, notes=(*forecast.notes, *notes))
+        return dataclasses.replace(forecast, rows=rows, notes=(*margin, *forecast.notes, *notes))
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
@@ -208,14 +246,34 @@ class Forecaster:
             budget_bytes=limit,
             floor_bytes=min(self._frontier),
             parts={**parts, **dict(moving)},
-            notes=(*costs.notes, *([NEEDS_PLAN.format(**self._saved)] if row.spec == self._saved else [])),
+            notes=(
+                *costs.notes,
+                *self._notes_beside(costs),
+                *([NEEDS_PLAN.format(**self._saved)] if row.spec == self._saved else []),
+            ),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
-            write=to_write(training, row.spec or {}),
+            write=to_write(training, row.spec or {}, plan.model),
             plan=plan,
             timeline=moments,
             within=self.within,
         )
+
+    def _notes_beside(self, costs: Costs) -> Iterator[str]:
+        """Notes on what the figures leave out: the KV cache while completions are generated, and communication."""
+        training = self.training
+        model = self._models[training.only(MODEL)]
+        if training.generation:
+            size = len(costs.calls) * kv_bytes(model.base.config, training)
+            alone = costs.static.always + size
+            fits = "fits" if alone <= self.budget else "does not fit"
+            yield (
+                f"while completions are generated, a KV cache of {training.generation} tokens takes at most "
+                f"{format_bytes(size)}; with weights and optimizer, {format_bytes(alone)}, which {fits}"
+            )
+        if training.ranks > 1:
+            size = sent_bytes(model, training)
+            yield f"each rank sends about {format_bytes(size)} a step to others, whose time is not predicted"
 
     @functools.cached_property
     def _frontier(self) -> dict[int, Plan]:
@@ -279,6 +337,37 @@ class Forecaster:
         ways = with_offloading(costs, self.device.host_bandwidth, self.device.launch_nanoseconds, host_limit)
         # On a CPU nothing moves, and blocks keep on the device what they would move.
         return [way.restricted(actions) for way in ways if moved <= set(way.actions)] or [costs.restricted(actions)]
+
+    def _choose_largest(self) -> tuple[str, ...]:
+        """Set the largest batch or length that fits, if one is asked for. Return a note on the margin it leaves."""
+        field = next((field for field in ("max_batch", "max_tokens") if getattr(self._asked, field)), None)
+        if field is None:
+            return ()
+        self._ask(**{field: False})
+        name = field.removeprefix("max_")
+        unit = 1 if name == "batch" else UNIT_TOKENS
+
+        def peak_of(number: int) -> int:
+            change: dict[str, Any] = {name: number * unit}
+            training = on_device(dataclasses.replace(self._asked, **change), self.device)
+            return peak_of_least(self.candidates(training))
+
+        def or_refused(number: int) -> int:
+            try:
+                return peak_of(number)
+            except HfCkptError:  # more positions than the model has
+                return REFUSED
+
+        peaks = {1: peak_of(1), **largest_within(or_refused, self.budget)}
+        number = max((number for number, peak in peaks.items() if peak <= self.budget), default=1)
+        self._ask(**{name: number * unit})
+        if peaks[number] > self.budget:
+            return ()
+        more = peaks[number + 1]
+        refused = "the model takes no more" if more == REFUSED else f"{(number + 1) * unit} need {format_bytes(more)}"
+        left = format_bytes(self.budget - peaks[number])
+        noun = "sequences a micro-step" if name == "batch" else "tokens a sequence"
+        return (f"{number * unit} {noun} are the most that fit, and can leave {left} of the budget; {refused}",)
 
     def _choose_split(self, sequences: int) -> tuple[Row, ...]:
         """Set the fastest micro-batch for so many sequences per step on a rank.

@@ -70,6 +70,21 @@ def nbytes(tensors: Iterable[TensorSize]) -> int:
     return sum(math.prod(tensor.shape) * tensor.element_bytes for tensor in tensors)
 
 
+def kv_bytes(config: Any, training: Question) -> int:
+    """Most bytes of one layer's keys and values while completions of all micro-steps are generated.
+
+    As many as 2 x heads x head size x tokens x rows x bytes of an element; less with a sliding window.
+    """
+    text = config.get_text_config(decoder=True)
+    heads: int = text.num_attention_heads
+    head_size: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    rows = training.batch * training.accumulation  # `steps_per_generation` of GRPOConfig is the accumulation
+    size = DTYPES[training.autocast_name or training.dtype].itemsize
+    return (
+        2 * (getattr(text, "num_key_value_heads", None) or heads) * head_size * (training.generation or 0) * rows * size
+    )
+
+
 # --- from a config ----------------------------------------------------------------------------------------------------
 
 

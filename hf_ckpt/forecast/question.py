@@ -146,6 +146,8 @@ _TILE = "auto, or tokens of a tile"
 _HOST = "host memory for offloading"
 _GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
+_MAX_TOKENS = "plan for the longest sequences that fit, in multiples of 128 tokens"
+_GENERATION = "tokens of prompt and completion for which GRPO generates: a note says what their KV cache takes"
 _SPEC = "a spec to compare the plan with: JSON, KEY=VALUE or a file (default: that of --config)"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
@@ -175,9 +177,12 @@ class Question:
     optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", scope=FOLLOWS)
     accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step", scope=STEP)
     global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step", scope=FOLLOWS)
+    max_batch: bool = _field(False, "plan for the largest batch that fits", scope=FOLLOWS)
+    max_tokens: bool = _field(False, _MAX_TOKENS, option="max_seq", scope=FOLLOWS)
     attention: str = _field("sdpa", "attention implementation, as transformers names it")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask", scope=STEP)
     trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
+    generation: int | None = _number(None, _GENERATION, scope=FOLLOWS)
     packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
     ranks: int = _number(1, "processes, with a device each", label="Ranks")
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
@@ -208,6 +213,9 @@ class Question:
             raise HfCkptError("global_batch chooses batch and accumulation: leave these out.")
         if self.global_batch and self.global_batch % self.ranks:
             raise HfCkptError(f"global_batch must be a multiple of ranks ({self.ranks}), but is {self.global_batch}.")
+
+        if self.max_batch + self.max_tokens + (self.global_batch is not None) > 1:
+            raise HfCkptError("of max_batch, max_tokens and global_batch, only one can be chosen.")
 
     def only(self, *scopes: str) -> Question:
         """The question with defaults in place of all fields but those of these scopes."""

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from hf_ckpt.costs.costs import CallCosts, Costs
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.batches import DTYPES
-from hf_ckpt.forecast.model import ShallowModel, TensorSize
+from hf_ckpt.forecast.model import ShallowModel, TensorSize, nbytes
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.spec.actions import FULL
 
@@ -51,6 +51,19 @@ class _Bytes:
     def reducing(self) -> int:
         """Most bytes while these gradients are reduced: they are copied to be sent, then shards arrive."""
         return self.whole + max(self.whole, self.shards + self.cast)
+
+
+def sent_bytes(model: ShallowModel, training: Question) -> int:
+    """Bytes that one rank sends in a step, with collectives in rings (https://arxiv.org/abs/1910.02054, section 7).
+
+    Gradients are reduced, which sends (ranks - 1) / ranks of them. DDP then gathers the sums, which sends as much, once
+    a step. FSDP2 gathers weights before each forward and each backward.
+    """
+    share = (training.ranks - 1) / training.ranks
+    gradients = nbytes(tensor for tensor in model.tensors if tensor.trainable)
+    if not training.sharded:
+        return round(share * 2 * gradients)
+    return round(share * training.accumulation * (2 * nbytes(model.tensors) + gradients))
 
 
 class Sharding:

@@ -6,10 +6,12 @@ import re
 import runpy
 from pathlib import Path
 
+import peft
 import pytest
 import transformers
 import yaml
 from helpers.planned import model_of
+from helpers.quantised import scales_of
 from helpers.sparing import sparing
 from helpers.tables import table
 
@@ -19,12 +21,12 @@ from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import print_forecast
-from hf_ckpt.forecast.forecast import Forecaster
-from hf_ckpt.forecast.model import load_config
-from hf_ckpt.forecast.question import PRESETS, question
+from hf_ckpt.forecast.forecast import Forecaster, largest_within
+from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
+from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import GIB, parse_bytes
+from hf_ckpt.units import GIB, format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = table(__file__, "answers.yaml")
@@ -79,7 +81,8 @@ def test_a_question_has_its_answer(row, plan):
     assert row["assumed"] in found["assumed"]
     written, *lines = found["write"].values()
     assert yaml.safe_load(written) == row["arguments"]
-    assert re.findall(r"\w+(?=\()|(?<=-m )\w+", "".join(lines)) == row.get("code", "").split()
+    code = "" if "--config" in options else "from_pretrained"
+    assert re.findall(r"\w+(?=\()|(?<=-m )\w+", "".join(lines)) == row.get("code", code).split()
     kwargs = yaml.safe_load(written).get("gradient_checkpointing_kwargs", {"policy": "none"})
     assert "--config" in options or Spec.parse(kwargs) == Spec.parse(found["rows"][0]["spec"])
 
@@ -127,9 +130,73 @@ def test_each_row_is_the_answer_to_its_own_options(device):
         assert (again.peak_bytes, again.step_seconds) == (row.peak_bytes, row.step_seconds), row.options
 
 
+@pytest.mark.parametrize(
+    "peak_of", [lambda n: 7 * n + 3, lambda n: n * n, lambda n: 40 * (n // 16 + 1) + n, lambda n: n]
+)
+@pytest.mark.parametrize("limit", [0, 1, 44, 45, 1000, 99_999])
+def test_the_largest_number_within_a_limit_and_the_next_one_are_tried(peak_of, limit):
+    tried = []
+
+    def recorded(number):
+        tried.append(number)
+        return peak_of(number) if number <= 60_000 else 2**62
+
+    peaks = largest_within(recorded, limit)
+    largest = next(number for number in itertools.count() if recorded(number + 1) > limit)
+    assert largest in {0, *peaks}
+    assert largest + 1 in peaks
+    assert len(peaks) <= 24
+
+
+def test_the_largest_batch_and_the_longest_sequences_are_planned_for(plan):
+    """A question with the number that was found has the same answer, and the next one does not fit."""
+    for asked, rest, found, following in (
+        ("--max-batch --seq 128", "--seq 128", "--batch 18 ", "--batch 19"),
+        ("--max-seq --batch 2", "--batch 2", "--seq 1152 ", "--seq 1280"),
+    ):
+        options = ". --device a10 --budget 10MiB"
+        answer = plan(f"{options} {asked}")
+        assert f" {found}" in answer["assumed"]
+        assert " are the most that fit, and can leave " in answer["notes"][0]
+        same = plan(f"{options} {rest} {found}")
+        assert (same["rows"][0], same["plan"]) == (answer["rows"][0], answer["plan"])
+        words = ["plan", *f"{options} {rest} {following}".split()]
+        forecaster = Forecaster(question(options_of(make_parser().parse_args(words))))
+        with pytest.raises(InfeasibleError):
+            forecaster.answer(nearest=False)
+
+
+def test_the_code_to_copy_makes_the_model_that_was_planned_for(tmp_path):
+    """Its weights take the bytes that the answer says: types, 4 bits, and adapters."""
+    tiny_model("llama", layers=2).save_pretrained(tmp_path)
+    of_transformers = ("LlamaForCausalLM", "BitsAndBytesConfig")
+    names = {name: getattr(transformers, name) for name in of_transformers} | {**vars(peft), "NAME": tmp_path}
+    for fields in ({"dtype": "bfloat16"}, {"lora": 4, "load_in_4bit": True}):
+        found = hf_ckpt.predict(str(tmp_path), device="a10", budget="20GiB", **fields)
+        exec(found.write["With the model (Python)"], names)
+        model = names["model"]
+        scales = sum({id(tensor): tensor.nbytes for tensor in scales_of(model)}.values())
+        assert sum(parameter.nbytes for parameter in model.parameters()) + scales == found.parts["weights"]
+
+
+def test_what_the_figures_leave_out_is_said():
+    """The KV cache of completions, and what ranks send."""
+    asked = {"model": "mini-llama", "batch": 2, "device": "a10"}
+    config = load_config("mini-llama")
+    notes = hf_ckpt.predict(**asked, accumulation=4, trainer="grpo", generation=1024, tokens=64).notes
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * heads * size * 1024 * 8 * 2
+    assert f"a KV cache of 1024 tokens takes at most {format_bytes(cache)};" in notes[0]
+    for way, times in (("ddp", 2), ("fsdp2", 3)):  # gradients twice; weights twice, and gradients
+        found = hf_ckpt.predict(**asked, ranks=4, parallel=way, autocast="none", tokens=64)
+        weights = model_of_workload(Question("mini-llama"))
+        said = f"each rank sends about {format_bytes(0.75 * times * nbytes(weights.tensors))} a step"
+        assert any(note.startswith(said) for note in found.notes)
+
+
 @pytest.mark.long
 def test_several_changes_are_combined_where_one_does_not_suffice(folder, monkeypatch):
-    """Their row is the answer to its own options. If they do not suffice either, a note has the nearest, and its gap."""
+    """Their row is the answer to its own options. If they do not suffice, a note has the nearest, and its gap."""
     monkeypatch.chdir(folder)
     asked = {"model": ".", "batch": 32, "tokens": 512, "device": "a10"}
     forecast = Forecaster(question({**asked, "budget": "1MiB"})).answer()

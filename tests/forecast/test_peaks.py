@@ -25,6 +25,7 @@ if __name__ == "__main__":  # one rank, see `counted_on_ranks`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from helpers.processes import torchrun
+from helpers.quantised import scales_of
 from helpers.tables import table
 
 import hf_ckpt
@@ -160,15 +161,6 @@ def loss_of(training: Training, model: Any, reference: Any, batch: dict[str, tor
             others = (reference or model)(**batch).log_probs.sum(1)
         preferred, rejected = (scores.sum(1) - others).chunk(2)
         return -torch.nn.functional.logsigmoid(preferred - rejected).mean()
-
-
-def scales_of(model: Any) -> list[torch.Tensor]:
-    """What bitsandbytes keeps beside quantised weights: scales, and scales of scales."""
-    weights = (getattr(module, "weight", None) for module in model.modules())
-    states = [weight.quant_state for weight in weights if hasattr(weight, "quant_state")]
-    scales = [(state.absmax, state.code) for state in states]
-    scales += [(state.offset, state.state2.absmax, state.state2.code) for state in states if state.nested]
-    return list(itertools.chain(*scales))
 
 
 def count(training: Training, model: Any, reference: Any = None) -> int:
