@@ -49,6 +49,7 @@ def description_of(blocks: FoundBlocks, record: Installation) -> Description:
         head_ran=record.heads.last,
         in_graphs=tuple(name for name, region in regions.items() if region.in_graph),
         compiled_by_others=record.compiled_by_others(),
+        holding=tuple(name for name, region in regions.items() if region.holds_input),
         not_in_tiles=tuple(name for name, region in regions.items() if region.runs_whole),
         measuring=record.measuring,
         moved={name: region.moved_bytes for name, region in regions.items() if region.moved_bytes},

@@ -287,8 +287,16 @@ def _check_once(stack: _Pass) -> None:
         region.parameters_stay = stay
         if isinstance(region, FullRegion):
             region.above = above
+            region.runs_outside = stay or _can_gather(stack.record, region.block)
     _refuse_compiled(module)
     hook.checked = weakref.ref(module)
+
+
+def _can_gather(record: Installation, block: str) -> bool:
+    """Whether FSDP2 can gather the parameters of a block for a run outside of its own forward and backward."""
+    # Each rank plans for itself, and gathering takes part of all ranks. Hooks around the recomputation would run again.
+    hooks_stay = compat.transformers.HOOKS_STAY_OUTSIDE
+    return hooks_stay and not record.spec.is_planned and compat.distributed.can_gather(record.blocks[block])
 
 
 def _above(base: nn.Module, module: nn.Module) -> Above:

@@ -18,7 +18,6 @@ from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.region import Region, Request, make
 from hf_ckpt.engines.trials import Mark, Trial, Trials, Tries, unmarked
-from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, base_model
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.description import Description, Watched
@@ -111,13 +110,20 @@ class Functions:
         """Return the function of every block whose action is not `keep`, and make those that do not exist yet."""
         blocks = [block for block, _ in plan.actions]
         stays = staying(blocks)
-        self._mover.before = {block.name: before.name for before, block in itertools.pairwise(blocks)}
+        # Of a segment, only the first block has something to move.
+        moving = [block for block, action in plan.actions if not action.made]
+        self._mover.before = {block.name: before.name for before, block in itertools.pairwise(moving)}
         regions: Regions = {}
-        if any(action.made for _, action in plan.actions):
-            raise HfCkptError("segments have no engine yet.")
         for name, action in plan.active().items():
             mover = None if name in stays else self._mover
             regions[name] = self.function(name, action, mover)
+        for pairs in plan.stacks().values():
+            following = [action.made for _, action in pairs[1:]]
+            for (block, action), passes_on in zip(pairs, [*following, False], strict=True):
+                region = regions.get(block.name)
+                if isinstance(region, FullRegion):
+                    region.made = action.made
+                    region.passes_on = passes_on
         return regions
 
     def function(self, block: str, action: Action, mover: Mover | None = None) -> Region:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,6 +78,31 @@ def parameters_stay(module: nn.Module) -> bool:
         or any(hasattr(inner, ACCELERATES_HOOK) for inner in module.modules())
         or any(hasattr(parameter.data, "device_mesh") for parameter in module.parameters())
     )
+
+
+def can_gather(block: nn.Module) -> bool:
+    """Whether `gathered` works for a block: FSDP2 shards it as a whole, and nothing else moves its parameters."""
+    inner = [module for module in block.modules() if module is not block]
+    meshes = {getattr(parameter.data, "device_mesh", None) for parameter in block.parameters()}
+    return (
+        hasattr(block, "unshard")
+        and not any(map(_is_fsdp, inner))
+        and not any(hasattr(module, ACCELERATES_HOOK) for module in (block, *inner))
+        and all(mesh is not None and mesh.ndim == 1 for mesh in meshes)
+    )
+
+
+@contextlib.contextmanager
+def gathered(block: Any) -> Iterator[None]:
+    """Make a context in which FSDP2 has gathered the parameters of a block, outside of the block's own forward and
+    backward."""
+    is_sharded = any(hasattr(parameter.data, "device_mesh") for parameter in block.parameters())
+    block.unshard()
+    try:
+        yield
+    finally:
+        if is_sharded:
+            block.reshard()
 
 
 def devices_of_model(model: nn.Module) -> set[torch.device]:

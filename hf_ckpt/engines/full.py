@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,13 +15,17 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hf_ckpt import compat
+from hf_ckpt.engines import segments
 from hf_ckpt.engines.copies import as_given, cut
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Above, Settings
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError, TransformError
+from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.live import stop_counts
+
+log = logging.getLogger(__name__)
 
 CALLS_A_TRANSFORM = "it calls `torch.func.grad`, which allows no hooks."
 """The problem of a block that no engine can checkpoint."""
@@ -60,6 +66,13 @@ class FullRegion(Region):
 
     keeps_choices = True
     parameters_stay = True
+    made = False
+    """Whether backward makes its hidden states again, if they are what the block before has returned."""
+    passes_on = False
+    """Whether backward makes those of the next block again."""
+    runs_outside = True
+    """Whether the block can run while the backward of another one does: its parameters stay, or can be gathered. The
+    first forward of the stack sets it."""
 
     def __init__(self, block: str, *, preserve_rng_state: bool = True, determinism_check: str = "default") -> None:
         self.block = block
@@ -126,14 +139,15 @@ class FullRegion(Region):
         arguments = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
         inputs = SeenTensors(tensors)
         counted = Counted(fn, self, inputs)
+        run = self._run_in_segment if self.made or self.passes_on else self.checkpointed
         try:
             if self.trials is None or self.trials.last is None:
-                output = self.checkpointed(counted, *args)
+                output = run(counted, *args)
             else:
                 # torch ends a recomputation by an exception as soon as it has the last tensor that backward needs. A
                 # trial has to see its output, because it marks the memory after that is freed.
                 with set_checkpoint_early_stop(False):
-                    output = self.checkpointed(counted, *args)
+                    output = run(counted, *args)
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
@@ -149,6 +163,42 @@ class FullRegion(Region):
             for tensor, version in arguments.overwritten():
                 operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
                 raise InPlaceError(self.block, tensor, version, operation)
+        return output
+
+    def run_before(self, args: tuple[Any, ...]) -> segments.Run | None:
+        """Return the run of the block before that makes the hidden states `args[0]` again; None if they are held.
+
+        Warn once of a block that holds them although its action makes them again.
+        """
+        hidden = args[0] if args else None
+        self.holds_input = False
+        if not self.made or not isinstance(hidden, torch.Tensor) or not hidden.requires_grad:
+            return None  # blocks before one whose input has no graph have no backward, and are not run again either
+        why = self._why_not_in_segment()
+        result = segments.result_of(hidden)
+        if why is None and result is None:
+            why = "it is given other hidden states than the block before has returned"
+        if why is not None:
+            self.holds_input = True
+            warn_once(log, "hf_ckpt: %s holds its hidden states, despite `segments`: %s.", self.block, why)
+        return None if why is not None or result is None else result.run
+
+    def _why_not_in_segment(self) -> str | None:
+        """Return why no hidden states are made again; None if they are."""
+        if not self.runs_outside:
+            return "its parameters come and go during a step (FSDP1, ZeRO-3, a device map)"
+        if segments.are_others_hooks():
+            return "there are saved-tensor hooks around the model (another checkpoint, `save_on_cpu`)"
+        return None
+
+    def _run_in_segment(self, counted: Counted, *args: Any) -> Any:
+        """As `checkpointed`, with hidden states that are made again, or from which the next block's are."""
+        run = self.run_before(args)
+        with contextlib.nullcontext() if run is None else segments.instead_of_results(run):
+            output = self.checkpointed(counted, *args)
+        if self.passes_on and args and isinstance(args[0], torch.Tensor) and self._why_not_in_segment() is None:
+            others = list(map(id, counted.state.inputs.tensors))
+            segments.pass_on(output, counted.again, args, run, others, self.block)
         return output
 
     def checkpointed(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -193,6 +243,18 @@ class Counted:
             return compat.torch.run_again(self.state.recompute, self.fn, _cut(args))
         except compat.torch.StopRecomputation:  # no error: torch ends a recomputation by it
             raise
+        except Exception as error:
+            _name_block(self.region.block, error)
+            raise
+
+    def again(self, *args: Any) -> Any:
+        """Return what the block returns when it runs once more, for the hidden states of the next one."""
+        self.region.recomputed += 1
+        try:
+            with contextlib.ExitStack() as context:
+                if not self.region.parameters_stay:
+                    context.enter_context(compat.distributed.gathered(self.state.block))
+                return self.state.recompute(self.fn, _cut(args))
         except Exception as error:
             _name_block(self.region.block, error)
             raise

@@ -40,7 +40,8 @@ class OffloadRegion(FullRegion):
             return super().__call__(fn, *args)
         fn, args = compat.transformers.block_call(fn, args)
         hidden = args[0] if args else None
-        group = self.mover.group(self.block, hidden)
+        is_made = self.made and self.run_before(args) is not None
+        group = None if is_made else self.mover.group(self.block, hidden)
         if group is None:
             self.moved_bytes = 0
             return super().__call__(fn, *args)

@@ -47,6 +47,8 @@ class Region:
     """Whether the block may get a KV cache, which a second forward would write twice."""
     runs_whole: bool = False
     """Whether no feed-forward of the block runs in tiles, although the action asks for it."""
+    holds_input: bool = False
+    """Whether the last forward held hidden states that the action makes again."""
     moved_bytes: int = 0
     """Bytes that the last forward moved to host memory."""
     dropped_tensors: int = 0

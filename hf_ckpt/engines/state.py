@@ -163,7 +163,7 @@ class ForwardState:
                 if not settings.has_run:
                     is_copied |= self.copies_codes or tensor.is_floating_point()
                 values = tensor.detach().clone() if is_copied else None
-                self.stored.append(_Stored(place, Seen(_without_graph(tensor)), values))
+                self.stored.append(_Stored(place, Seen(without_graph(tensor)), values))
                 if tensor.grad_fn is not None:
                     cut[id(tensor)] = self.stored[-1].seen.tensor
         # One dict of copies for all containers: two attributes may hold the same one.
@@ -443,7 +443,7 @@ def _copy_of(seen: Seen, values: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copy, seen.trained) if isinstance(seen.tensor, nn.Parameter) else copy
 
 
-def _without_graph(value: Any) -> Any:
+def without_graph(value: Any) -> Any:
     """Return a tensor without its graph, which would keep an earlier step alive; other values as they are.
 
     A recomputation needs the values only: backward runs through the graph of the forward.
@@ -459,8 +459,8 @@ def _kept(value: Any, copies: dict[int, Any]) -> Any:
     if is_object(value):
         leaves = compat.torch.tree_leaves(list(attributes_of(value).values()))
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-            return copied(value, copies, _without_graph, objects=True)
-    return _without_graph(value)
+            return copied(value, copies, without_graph, objects=True)
+    return without_graph(value)
 
 
 def _has_changed(stored: _Stored) -> bool:

@@ -74,6 +74,8 @@ class Description:
     """Planned blocks inside a graph of torch.compile, where calls are not counted."""
     compiled_by_others: tuple[str, ...] = ()
     """Blocks that hf_ckpt should compile, but that are in a graph of other code, where their share has no effect."""
+    holding: tuple[str, ...] = ()
+    """Blocks that held their hidden states in the last forward, although the plan makes them again."""
     not_in_tiles: tuple[str, ...] = ()
     """Blocks that should run feed-forwards in tiles, but have none that does."""
 
@@ -134,6 +136,8 @@ class Description:
         if self.compiled_by_others:
             blocks = counted(len(self.compiled_by_others), "block")
             yield f"  compiled by something else, so that no share counts: {blocks}"
+        if self.holding:
+            yield f"  held their inputs, see the warning: {', '.join(self.holding)}"
         if self.not_in_tiles:
             yield f"  not in tiles, see the warning: {', '.join(self.not_in_tiles)}"
         if self.moved:
