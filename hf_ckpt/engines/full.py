@@ -177,16 +177,16 @@ class FullRegion(Region):
         why = self._why_not_in_segment()
         result = segments.result_of(hidden)
         if why is None and result is None:
-            why = "it is given other hidden states than the block before has returned"
+            why = "a block is given other hidden states than the block before has returned"
         if why is not None:
             self.holds_input = True
-            warn_once(log, "hf_ckpt: %s holds its hidden states, despite `segments`: %s.", self.block, why)
+            warn_once(log, "hf_ckpt: blocks hold their hidden states, despite `segments`: %s.", why)
         return None if why is not None or result is None else result.run
 
     def _why_not_in_segment(self) -> str | None:
         """Return why no hidden states are made again; None if they are."""
         if not self.runs_outside:
-            return "its parameters come and go during a step (FSDP1, ZeRO-3, a device map)"
+            return "their parameters come and go during a step (FSDP1, ZeRO-3, a device map)"
         if segments.are_others_hooks():
             return "there are saved-tensor hooks around the model (another checkpoint, `save_on_cpu`)"
         return None
@@ -197,8 +197,7 @@ class FullRegion(Region):
         with contextlib.nullcontext() if run is None else segments.instead_of_results(run):
             output = self.checkpointed(counted, *args)
         if self.passes_on and args and isinstance(args[0], torch.Tensor) and self._why_not_in_segment() is None:
-            others = list(map(id, counted.state.inputs.tensors))
-            segments.pass_on(output, counted.again, args, run, others, self.block)
+            segments.pass_on(output, counted.again, args, run, counted.state.inputs.tensors, self.block)
         return output
 
     def checkpointed(self, fn: Callable[..., Any], *args: Any) -> Any:

@@ -16,7 +16,7 @@ import collections
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ from hf_ckpt.engines.host_memory import Group
 from hf_ckpt.engines.seen import Kept, version_of
 from hf_ckpt.engines.state import without_graph
 
-_RESULT = "hf_ckpt_result"
-"""Attribute of a tensor that a block has returned: its `Result`."""
+_RESULTS = "hf_ckpt_results"
+"""Attribute of a tensor that a block has returned, or of the base of such a view: geometry -> `Result`."""
 
 
 class Result(NamedTuple):
@@ -159,13 +159,22 @@ def result_of(tensor: Any) -> Result | None:
 
     It may also be a view with the same geometry: FSDP2 gives one to the next block.
     """
-    if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:  # without a graph, no block has a backward
+    if not _has_graph(tensor):  # no block before it has a backward
         return None
-    result = vars(tensor).get(_RESULT)
-    base = tensor._base
-    if result is None and base is not None and base.shape == tensor.shape and base.stride() == tensor.stride():
-        result = vars(base).get(_RESULT)
-    return result if type(result) is Result and result.version == version_of(tensor) else None
+    result: Result | None = getattr(_owner_of(tensor), _RESULTS, {}).get(_geometry_of(tensor))
+    return result if result is not None and result.version == version_of(tensor) else None
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None and not value.is_nested
+
+
+def _owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _geometry_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def are_others_hooks() -> bool:
@@ -181,7 +190,12 @@ def instead_of_results(run: Run) -> contextlib.AbstractContextManager[Any]:
 
 
 def pass_on(
-    output: Any, again: Callable[..., Any], args: tuple[Any, ...], run: Run | None, others: Collection[int], block: str
+    output: Any,
+    again: Callable[..., Any],
+    args: tuple[Any, ...],
+    run: Run | None,
+    others: Iterable[torch.Tensor],
+    block: str,
 ) -> None:
     """Let what a block has returned be made again.
 
@@ -190,7 +204,7 @@ def pass_on(
         again: runs the block once more, in the state of its forward.
         args: its positional arguments, first its hidden states.
         run: the run whose results its checkpoint does not hold; None if it holds its hidden states.
-        others: ids of the tensors that it is given in other ways.
+        others: the tensors that it is given in other ways.
         block: its name.
     """
     hidden = args[0]
@@ -199,14 +213,15 @@ def pass_on(
         pack, unpack = compat.torch.top_saved_tensor_hooks() or (functools.partial(Kept, block=block), Kept.value)
         held[0] = _Start(pack(hidden), unpack, hidden.requires_grad)
     made = Run(again, held, block, hidden.device.type)
-    inputs = {*others, *map(id, args)}
+    inputs = {id(_owner_of(value)) for value in (*args, *others) if isinstance(value, torch.Tensor)}
     for place, leaf in enumerate(compat.torch.tree_leaves(output)):
-        if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
+        if not _has_graph(leaf):
             continue
-        if id(leaf) not in inputs:
+        owner = _owner_of(leaf)
+        if id(owner) not in inputs:
             made.returned[place] = weakref.ref(leaf)
             made.versions[place] = version_of(leaf)
-            vars(leaf)[_RESULT] = Result(made, place, version_of(leaf))
+            vars(owner).setdefault(_RESULTS, {})[_geometry_of(leaf)] = Result(made, place, version_of(leaf))
         # What the block hands on, such as T5's position bias, is older than this run, which holds it: to make it would
         # be a cycle. Later blocks hold it, too, so the run before need not make it.
         elif (result := result_of(leaf)) is not None:
