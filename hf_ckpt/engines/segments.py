@@ -151,7 +151,11 @@ class Run:
             context.enter_context(torch.enable_grad())
             context.enter_context(saved_tensors_hooks(_nothing, _nothing))
             leaves = compat.torch.tree_leaves(self.again(*args))
-        return {place: leaves[place].detach() for place in self.wanted}
+        made = {}
+        for place in self.wanted:
+            tensor = self._find(place)  # what exists, such as a position bias that later blocks hold, is not held twice
+            made[place] = leaves[place].detach() if tensor is None else tensor
+        return made
 
 
 def result_of(tensor: Any) -> Result | None:

@@ -133,6 +133,8 @@ class Description:
         # Inside a graph there are no autograd nodes from which `selective` could rebuild; see `engines/rebuild`.
         if any(actions[name].kind == "selective" for name in self.in_graphs):
             yield "  `selective` runs as `full` in graphs of torch.compile"
+        if any(actions[name].made for name in self.in_graphs):
+            yield "  blocks in graphs of torch.compile hold their inputs, despite `segments`"
         if self.compiled_by_others:
             blocks = counted(len(self.compiled_by_others), "block")
             yield f"  compiled by something else, so that no share counts: {blocks}"

@@ -1,0 +1,287 @@
+"""Segments: what is made again, how often blocks run, what a step holds, and when blocks hold their inputs after all.
+
+`parity/test_matrix.py` compares gradients in every family, `parity/test_ranks.py` under FSDP2.
+"""
+
+import contextlib
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from helpers.counting import counted_calls
+from helpers.custom import CustomModel, custom_model, same_under, steps_of, work
+from helpers.steps import assert_same, planned, step, without_cache, without_collector
+from torch import nn
+
+import hf_ckpt
+from hf_ckpt import compat
+from hf_ckpt.engines import segments
+from hf_ckpt.errors import ChangedBlockError
+from hf_ckpt.measure.live import LiveBytes
+from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
+
+ONE = {"policy": "full", "segments": 1}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_checked(unwatched):
+    """A check holds the input of its block."""
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_of(spec, family, layers, autocast):
+    """Peak of a step in units of hidden states, above what is there before, and how often blocks ran."""
+    model = planned(tiny_model(family, layers=layers, attention="sdpa"), spec)
+    for parameter in model.parameters():  # gradients that the step creates would be alive beside its last blocks only
+        parameter.grad = torch.zeros_like(parameter)
+    body = model.get_encoder() if family == "t5" else model.model
+    batch = {"input_ids": tiny_batch(family, batch=4, tokens=128)["input_ids"]}
+    casts = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with counted_calls(model) as calls, LiveBytes(model, batch) as live, casts:
+        body(**batch)[0].float().sum().backward()
+    return (live.peak_bytes - live.start_bytes) / (4 * 128 * 32 * 4), sum(calls.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "number", "fewer", "again", "autocast"),
+    [
+        ("llama", 16, "sqrt", 16 - 6, 10, False),
+        ("llama", 6, 2, 6 - 4, 4, True),  # casts that autocast caches in a run without a backward would outlive it
+        # T5's blocks share a position bias, which must not be there twice. The peak of `full` is in its last block but
+        # one, because the bias gets its first gradient in the last one.
+        ("t5", 8, "sqrt", 7 - 4, 4, False),
+    ],
+)
+def test_peaks_are_those_of_the_theory(family, layers, number, fewer, again, autocast):
+    """A step holds so many inputs `fewer`, and so many blocks run three times: all but the last of each segment."""
+    full, calls = peak_of({"policy": "full"}, family, layers, autocast)
+    ours, more_calls = peak_of({"policy": "full", "segments": number}, family, layers, autocast)
+    assert full - ours == pytest.approx(fewer, abs=0.1)
+    assert more_calls - calls == again
+
+
+@contextlib.contextmanager
+def hidden_states_of(model):
+    """Weak references to the memory of the inputs of all blocks. Views and aliases hold the memory, too."""
+    references = []
+    blocks = find_blocks(model).modules.values()
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: references.append(weakref.ref(args[0].untyped_storage())))
+        for block in blocks
+    ]
+    yield references
+    for hook in hooks:
+        hook.remove()
+
+
+def alive(references):
+    return sum(reference() is not None for reference in references)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("ends", ["in backward", "without backward", "in the middle"])
+def test_nothing_is_left(family, ends):
+    """A hook that holds a tensor would keep all inputs, and a cycle would keep them after the step."""
+    model = planned(tiny_model(family, layers=4, dropout=0.1), ONE)
+    batch = without_cache(model, tiny_batch(family))
+    step(model, batch)
+    with without_collector(), hidden_states_of(model) as inputs:
+        outputs = model(**batch)
+        loss = outputs.loss + sum(hidden.sum() for hidden in (outputs.logits,))
+        del outputs
+        assert alive(inputs) == len(inputs) // 4  # the first of each stack
+        if ends == "in the middle":
+            embeddings = model.get_input_embeddings().weight
+            last = list(find_blocks(model).modules.values())[-1]
+            torch.autograd.grad(loss, [*last.parameters()], retain_graph=True, allow_unused=True)
+            assert alive(inputs) == len(inputs) // 4  # what the last block alone had made is let go
+            assert embeddings.grad is not None
+        if ends == "in backward":
+            loss.backward()
+        del loss
+        assert alive(inputs) == 0
+
+
+def test_what_is_alive_is_not_made_again():
+    """Hidden states that are in the loss are there; a backward from the middle makes what it needs only."""
+    model = planned(tiny_model("llama", layers=4), ONE)
+    batch = tiny_batch("llama")
+    with counted_calls(model) as calls:
+        outputs = model(**batch, output_hidden_states=True, use_cache=False)
+        (outputs.loss + sum(hidden.sum() for hidden in outputs.hidden_states)).backward()
+    assert list(calls.values()) == [2, 2, 2, 2]
+    del outputs
+    with counted_calls(model) as calls:
+        hidden = model(**batch, output_hidden_states=True, use_cache=False).hidden_states[2]
+        hidden.sum().backward()
+    assert list(calls.values()) == [3, 2, 1, 1]
+
+
+# --- other blocks -----------------------------------------------------------------------------------------------------
+
+
+class WithResidual(CustomModel):
+    """A model whose blocks hand on a residual beside their hidden states."""
+
+    def forward(self, hidden_states, shift):
+        hidden_states, residual = self.first(hidden_states), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual)
+        return self.last(hidden_states + residual)
+
+
+def with_residual(block, hidden, residual):
+    residual = hidden * 1 if residual is None else hidden + residual
+    return block.two(torch.tanh(block.one(block.norm(residual)))), residual
+
+
+def residual_model():
+    model = custom_model(with_residual)
+    model.__class__ = WithResidual
+    return model
+
+
+def test_a_residual_is_made_again_with_the_hidden_states():
+    model = same_under(ONE, steps_of, residual_model)
+    assert list(hf_ckpt.describe(model).recomputed.values()) == [6, 6, 3]
+    with hidden_states_of(model) as inputs:
+        residuals = []
+        for layer in model.layers[1:]:
+            layer.register_forward_pre_hook(lambda _, args: residuals.append(weakref.ref(args[1].untyped_storage())))
+        loss = model(torch.randn(2, 8, 16), None).sum()
+        assert (alive(inputs), alive(residuals)) == (1, 0)
+        loss.backward()
+
+
+class Recurrent(nn.Module):
+    """Kernels for inference compute it otherwise: without gradients, an LSTM differed by 1e-7."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, hidden):
+        return self.lstm(hidden)[0]
+
+
+def with_lstm():
+    model = custom_model(lambda block, hidden, shift: hidden + block.recurrent(hidden))
+    for layer in model.layers:
+        layer.recurrent = Recurrent()
+    return model
+
+
+def writing_to_itself():
+    """Blocks that count their forwards, and compute with the count."""
+
+    def counting(block, hidden, shift):
+        block.count += 1
+        return work(block, hidden, shift) * block.count
+
+    model = custom_model(counting)
+    for layer in model.layers:
+        layer.count = 0
+    return model
+
+
+@pytest.mark.parametrize("make", [with_lstm, writing_to_itself])
+def test_blocks_run_again_as_in_the_forward(make):
+    model = same_under(ONE, steps_of, make)
+    assert list(hf_ckpt.describe(model).recomputed.values()) == [6, 6, 3]
+
+
+def test_an_overwritten_weight_is_refused():
+    """Also of a block whose own backward has not begun."""
+    model = planned(custom_model(), ONE)
+    loss = model(torch.randn(2, 8, 16), torch.ones(16)).sum()
+    with torch.no_grad():
+        model.layers[0].one.weight.add_(1)
+    with pytest.raises(ChangedBlockError, match=r"layers\.0"):
+        loss.backward()
+
+
+# --- where blocks hold their inputs -----------------------------------------------------------------------------------
+
+
+def changed_between(model):
+    model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    return "other hidden states than the block before has returned"
+
+
+def changed_in_place_between(model):
+    model.layers[0].register_forward_hook(lambda module, args, output: output.mul_(1.5))
+    return "other hidden states than the block before has returned"
+
+
+def fetched_by_accelerate(model):
+    setattr(model.layers[1], compat.distributed.ACCELERATES_HOOK, None)
+    return "their parameters come and go"
+
+
+@pytest.mark.parametrize("change", [changed_between, changed_in_place_between, fetched_by_accelerate])
+def test_blocks_hold_their_inputs_where_these_cannot_be_made_again(change, caplog):
+    """With the same gradients, one warning, and their names in `describe`."""
+    plain, ours = custom_model(), custom_model()
+    change(plain)
+    why = change(ours)
+    for expected, got in zip(steps_of(plain), steps_of(planned(ours, ONE)), strict=True):
+        assert_same(expected, got)
+    assert caplog.text.count(why) == 1
+    described = hf_ckpt.describe(ours)
+    assert described.holding == (("layers.1", "layers.2") if "parameters" in why else ("layers.1",))
+    assert "held their inputs, see the warning: layers.1" in str(described)
+
+
+def test_hooks_of_others_say_where_inputs_are_kept(caplog):
+    with torch.autograd.graph.save_on_cpu():
+        model = planned(custom_model(), ONE)
+        model(torch.randn(2, 8, 16), None).sum().backward()
+    assert caplog.text.count("saved-tensor hooks around the model") == 1
+    assert list(hf_ckpt.describe(model).recomputed.values()) == [1, 1, 1]
+
+
+def test_the_watch_finds_hidden_states_that_were_changed_past_autograd(monkeypatch, caplog):
+    """`.data` moves no version, so that what is made again lacks the change."""
+    monkeypatch.undo()  # the watch is on
+    model = planned(custom_model(), {**ONE, "check_every": 1})
+    model.layers[0].register_forward_hook(lambda module, args, output: (output.data.add_(1), output)[1])
+    steps_of(model, steps=3)
+    assert "in `layers.1" in hf_ckpt.describe(model).watched.differences[0]
+
+
+# --- plans and copies -------------------------------------------------------------------------------------------------
+
+
+def test_plans_that_alternate():
+    """A block passes on its hidden states only under the plan in which the next one makes them again."""
+    model = planned(custom_model(), ONE)
+    for spec, runs in (
+        (ONE, [2, 2, 1]),
+        ({"policy": "full", "segments": 2}, [2, 1, 1]),
+        ({"policy": "full"}, [1, 1, 1]),
+    ):
+        planned(model, spec)
+        with counted_calls(model) as calls:
+            model(torch.randn(2, 8, 16), None).sum().backward()
+        assert [count - 1 for count in calls.values()] == runs
+
+
+def test_copies_of_models_and_results():
+    model = planned(tiny_model("llama", layers=3), ONE)
+    batch = tiny_batch("llama")
+    expected = step(model, batch)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(expected, step(other, batch))
+        assert list(hf_ckpt.describe(other).recomputed.values())[-3:] != [0, 0, 0]
+    hidden = model(**batch, output_hidden_states=True, use_cache=False).hidden_states[1]
+    assert segments.result_of(hidden) is not None
+    file = io.BytesIO()
+    torch.save(hidden, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), hidden)
