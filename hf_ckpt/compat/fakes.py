@@ -24,7 +24,7 @@ _without_modes = private("torch._C._DisableTorchDispatch")
 
 @dataclasses.dataclass(slots=True)
 class Known:
-    """What is known of an operation on tensors of some shapes: its result is one new tensor."""
+    """What is known of an operation on tensors of some shapes: its result is one new tensor, or its first argument."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -44,10 +44,10 @@ _attributes: dict[torch.device, dict[str, Any]] = {}
 def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Known | None]:
     """Run an operation for a dispatch mode that is directly above that of fake tensors.
 
-    Views, and operations with one new tensor that ran before on tensors of the same shapes, are most of a step. They
-    bypass torch's own cache of results, whose key takes longer than they do.
+    Views, and operations that ran before on tensors of the same shapes, and that return one new tensor or change their
+    first argument, are most of a step. They bypass torch's own cache of results, whose key takes longer than they do.
 
-    Returns the result, and what is known of an operation with one new tensor; None for all others.
+    Returns the result, and what is known of these operations but for views; None for all others.
     """
     # Others go to torch as they are: constants have values, and subclasses and sparse tensors other rules.
     source = args[0] if args else None
@@ -63,19 +63,22 @@ def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         with _in_kernel(source.fake_mode):  # inside, a fake tensor is one on `meta`, whose kernels make the view
             view = function(*args)
         return _fake(source, view), None
-    if kind != "new":
+    if not kind:
         return function(*args, **kwargs), None
     # With torch's own cache alone, `predict` took 2.7 times as long (LLaMA, 16 blocks; CPU, torch 2.13).
     tensors: set[int] = set()
     shapes = _shapes_of(args, tensors)
     key = operation, shapes, _shapes_of(kwargs.items(), tensors) if kwargs else (), len(tensors)
     known = _known.get(key)
+    if known is not None and kind == "in place":
+        return source, known
     if known is not None:
         with _without_modes():
             empty = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
         return _fake(source, empty), known
     result = function(*args, **kwargs)
-    if result.untyped_storage().nbytes() == result.nbytes:  # else `empty_strided` would allocate other bytes
+    # `empty_strided` would allocate other bytes for a result that is a part of its storage.
+    if kind == "in place" or result.untyped_storage().nbytes() == result.nbytes:
         known = _known[key] = Known(result.shape, result.stride(), result.dtype)
     return result, known
 
@@ -116,10 +119,16 @@ def _shapes_of(values: Iterable[Any], tensors: set[int]) -> tuple[Any, ...]:
 
 def _kind_of(function: Any) -> str:
     """Return `view` for an operation that returns a view of its first argument, `new` for one that returns one new
-    tensor, whose shape does not depend on values; empty for all others, such as those that change something."""
+    tensor, whose shape does not depend on values, `in place` for one that changes nothing but the values of its first
+    argument and returns that; empty for all others, such as those that resize it."""
     first, *more = function._schema.returns or [None]
-    if more or function._schema.is_mutable or not isinstance(getattr(first, "type", None), torch.TensorType):
+    arguments = function._schema.arguments
+    resizes = torch.Tag.inplace_view in function.tags
+    if more or not isinstance(getattr(first, "type", None), torch.TensorType):
         return ""
+    if function._schema.is_mutable:
+        written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+        return "in place" if written == [True, *[False] * (len(written) - 1)] and not resizes else ""
     if first.alias_info is not None or function is torch.ops.aten._unsafe_view.default:
         return "view"
     # nonzero, unique or item, for example: a result of an earlier call says nothing of this one.

@@ -20,6 +20,7 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import ShallowModel, kv_bytes, model_of_workload, nbytes
+from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.ranks import sent_bytes
 from hf_ckpt.forecast.run import costs_of_model
@@ -292,7 +293,8 @@ class Forecaster:
             if name in rows or not change.keys() <= set(fields):
                 continue
             with contextlib.suppress(HfCkptError):
-                rows[name] = self._changed_row(name, change)
+                if self._least_bytes(change) <= self.budget:
+                    rows[name] = self._changed_row(name, change)
         return tuple(rows.values())
 
     def _changed_row(self, name: str, change: Mapping[str, Any], *, fits: bool = True) -> Row:
@@ -306,6 +308,31 @@ class Forecaster:
         options = " ".join(word for field, value in others.items() for word in FIELDS[field].words(value))
         spec = self._spec(costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
+
+    def _least_bytes(self, change: Mapping[str, Any]) -> int:
+        """Return bytes that every plan with a change needs, without measuring its step: weights and optimizer, or what
+        follows from larger steps that were measured."""
+        training = on_device(dataclasses.replace(self._asked, **change), self.device)
+        needed = [0]
+        if not training.sharded:
+            tensors = self._model_of(training).tensors
+            needed.append(nbytes(tensors) + optimizer_bytes(tensors, training.optimizer)[0])
+        for (measured, _), costs in self._costs.items():
+            larger = dataclasses.replace(measured, host_budget=training.host_budget)
+            batch, length = training.batch / larger.batch, training.tokens / larger.tokens
+            same_size = dataclasses.replace(
+                larger, batch=training.batch, tokens=training.tokens, accumulation=training.accumulation
+            )
+            # In a step of one micro-step, no gradients of earlier ones are alive.
+            has_fewer = training.accumulation == 1 < larger.accumulation
+            if max(batch, length) > 1 or has_fewer or same_size != training:
+                continue
+            # What is alive at the peak is a polynomial of batch and length, whose constant part holds at least what is
+            # always alive. No part grows with more than the square of the length, or that of a packed row.
+            share = (batch * length) ** 2 if training.packing else batch * length**2
+            always = costs.static.always - costs.static.buffers
+            needed.append(always + math.floor(share * (peak_of_least(self.candidates(larger)) - always)))
+        return max(needed)
 
     def _spec_rows(self) -> tuple[tuple[Row, ...], tuple[str, ...]]:
         """Return the row of the spec that is asked about, whether it fits or not, and notes on it.
@@ -468,14 +495,11 @@ class Forecaster:
         `further` are actions beside those that a plan chooses from. Raises `HfCkptError` for a model that does not run
         on fake tensors.
         """
-        of_model = training.only(MODEL)
-        if of_model not in self._models:
-            self._models[of_model] = model_of_workload(training, self._config)
+        model = self._model_of(training)
         # Offloading is computed from costs, see `candidates`.
         key = dataclasses.replace(training, host_budget=None), further
         if key not in self._costs:
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
-            model = self._models[of_model]
             costs = costs_of_model(model, training, self.device, further)
             # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
             # that "4 bits" of such a model may be far larger than its users expect.
@@ -485,3 +509,10 @@ class Forecaster:
                 costs = dataclasses.replace(costs, notes=(note,))
             self._costs[key] = costs
         return self._costs[key]
+
+    def _model_of(self, training: Question) -> ShallowModel:
+        """Return the shallow model of a question."""
+        of_model = training.only(MODEL)
+        if of_model not in self._models:
+            self._models[of_model] = model_of_workload(training, self._config)
+        return self._models[of_model]

@@ -20,11 +20,13 @@ from hf_ckpt.cli.arguments import options_of
 from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast import forecast as forecast_module
 from hf_ckpt.forecast.answer import print_forecast
 from hf_ckpt.forecast.forecast import Forecaster, largest_within
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.planner.choose import peak_of_least
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB, format_bytes, parse_bytes
 
@@ -217,6 +219,28 @@ def test_ranks_that_share_weights_are_offered_the_head_in_chunks_without(folder,
     shared = {"model": ".", "tokens": 512, "device": "h100", "ranks": 8, "parallel": "fsdp2", "budget": "1MiB"}
     rows = Forecaster(question({**shared, "lora": 8, "batch": 2})).answer().rows
     assert any(row.options.startswith("--mlp auto --head auto --parallel ddp") for row in rows)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
+    """What a smaller batch needs at least follows from the larger one, and is less than what it needs."""
+    asked = {"model": "mini-llama", "batch": 8, "tokens": 64, "packing": packing, "device": "a10"}
+    forecaster = Forecaster(question(asked))
+    forecaster.costs_of(forecaster.training)
+    least = forecaster._least_bytes({"batch": 4, "accumulation": 2})
+    assert least <= peak_of_least(forecaster.candidates(question({**asked, "batch": 4, "accumulation": 2})))
+    measure = forecast_module.costs_of_model
+    batches = []
+
+    def count(model, training, *args):
+        batches.append(training.batch)
+        return measure(model, training, *args)
+
+    monkeypatch.setattr(forecast_module, "costs_of_model", count)
+    forecaster = Forecaster(question(asked))
+    forecaster.budget = least - 1
+    forecaster._changed_rows({"batch", "accumulation"})
+    assert batches[:2] == [8, 2]
 
 
 def test_ranks_share_all_that_the_optimizer_needs():
