@@ -30,12 +30,17 @@ from hf_ckpt import compat
 from hf_ckpt.engines.seen import Kept, Seen
 from hf_ckpt.errors import HfCkptError, InPlaceError, reason_of
 from hf_ckpt.logs import warn_once
+from hf_ckpt.measure.memory import locked_memory_limit, memory_mappings
 from hf_ckpt.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 LEAST_BYTES = 2**18
 """The smallest result that `selective` moves, in bytes: every copy also has a fixed cost."""
+LARGEST_PINNED = 8 * 2**30
+"""Bytes of the largest buffer that every driver pins."""
+MAPPINGS_LEFT = 100
+"""If a process may add only so many mappings of memory, the next buffer may fail for want of them."""
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -80,8 +85,11 @@ class Lane:
         # To the host: until the computing stream has written the source. Back: until it is done with what had the
         # memory of the target before, which the allocator hands out as soon as Python has freed it.
         self._stream.wait_stream(computing)
+        # Copies of memory that is not pinned make the host wait: its allocator knows no streams, and would hand out a
+        # freed buffer while the copy still runs.
+        is_pinned = (source if on_device is not None else target).is_pinned()
         with torch.no_grad(), compat.devices.on_stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=is_pinned)
         return Copy(self._stream.record_event(), computing, on_device)
 
     def wait(self, copy: Copy) -> None:
@@ -122,6 +130,8 @@ class Mover:
         """Name of a block -> name of the block that runs before it."""
         self.held_bytes = 0
         """Bytes of host memory in use, rounded up to powers of two."""
+        self.pins = True
+        """Whether host memory is pinned: until that fails."""
         self.lock = threading.RLock()  # freeing a graph returns buffers at any time, even in the middle of `take`
         """Held while lanes are in use, or `held_bytes` changes."""
         self.of_thread = threading.local()
@@ -155,7 +165,8 @@ class Mover:
     def take(self, size: int) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes; None, with one warning, if that exceeds the limit.
 
-        Call it under `lock`. Raises `HfCkptError` if host memory cannot be pinned.
+        If memory cannot be pinned, it is not pinned from now on, with one warning, and copies make the host wait. Call
+        it under `lock`. With a limit, which the user has asked for, raises `HfCkptError` instead.
         """
         size = 1 << max(0, size - 1).bit_length()  # torch's pinned allocator rounds up to powers of two
         if self.limit_bytes is not None and self.held_bytes + size > self.limit_bytes:
@@ -166,15 +177,43 @@ class Mover:
                 format_bytes(self.limit_bytes),
             )
             return None
-        pin = compat.devices.accelerator_type() is not None
-        try:  # `device="cpu"`: a default device, such as `with torch.device("meta")`, is not meant here
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        pin = self.pins and compat.devices.accelerator_type() is not None
+        try:
+            buffer = _buffer(size, pin=pin)
         except RuntimeError as error:
-            raise HfCkptError(
-                f"host memory cannot be pinned ({reason_of(error)}). Set a lower `host_budget`, or do not offload."
-            ) from error
+            why = f"{reason_of(error)}; {_why_not_pinned(size, self.held_bytes)}"
+            if self.limit_bytes is not None:
+                way_out = "leave `host_budget` out to offload to memory that is not pinned, or do not offload"
+                raise HfCkptError(f"host memory cannot be pinned ({why}). Allow it, {way_out}.") from error
+            self.pins = False
+            text = "hf_ckpt: host memory cannot be pinned (%s). Offloading goes on without, and copies take longer."
+            warn_once(log, text, why)
+            buffer = _buffer(size, pin=False)
         self.held_bytes += size  # until the slot with this buffer is deleted
         return buffer
+
+
+def _buffer(size: int, *, pin: bool) -> torch.Tensor:
+    # `device="cpu"`: a default device, such as `with torch.device("meta")`, is not meant here.
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+
+
+def _why_not_pinned(size: int, held_bytes: int) -> str:
+    """Return in words why `size` more bytes of host memory probably cannot be pinned, beside those that are held."""
+    causes = []
+    limit = locked_memory_limit()
+    if limit is not None and limit < held_bytes + size:
+        causes.append(f"`ulimit -l` allows {format_bytes(limit)}")
+    if size > LARGEST_PINNED:
+        causes.append(
+            f"one buffer of {format_bytes(size)}, and some drivers pin at most {format_bytes(LARGEST_PINNED)}"
+        )
+    mappings, most = memory_mappings()
+    if most is not None and mappings >= most - MAPPINGS_LEFT:
+        causes.append(f"`vm.max_map_count` allows {most:,} mappings, and the process has {mappings:,}")
+    if not causes:
+        return f"{format_bytes(held_bytes)} are pinned already; the host may have too little free memory"
+    return f"the likely cause: {' and '.join(causes)}"
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from hf_ckpt.measure.live import Reader
 log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
+_MAPS = Path("/proc/self/maps")
+_MOST_MAPS = Path("/proc/sys/vm/max_map_count")
 _CONTAINER = Path("/sys/fs/cgroup")
 
 
@@ -108,6 +110,25 @@ def _container_memory() -> tuple[int, int]:
         rows = (line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
         return limit, max(0, used - next(int(size) for name, size in rows if name == "inactive_file"))
     return sys.maxsize, 0
+
+
+def locked_memory_limit() -> int | None:
+    """Return the bytes that the process may lock in memory (`ulimit -l`); None without a limit, or if it is unknown."""
+    try:
+        import resource  # Windows has none
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def memory_mappings() -> tuple[int, int | None]:
+    """Return (mappings of memory that the process has, how many it may have); (0, None) where Linux does not tell."""
+    try:
+        with _MAPS.open() as lines:
+            return sum(1 for _ in lines), int(_MOST_MAPS.read_text())
+    except (OSError, ValueError):
+        return 0, None
 
 
 # --- peaks ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from helpers.tables import table
 
 import hf_ckpt
 from accelerator import device
+from hf_ckpt import compat
 from hf_ckpt.engines import host_memory
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
@@ -125,6 +126,65 @@ def test_gradients_are_right_at_every_pace(spec, paces, interrupt, monkeypatch):
             reused = [torch.zeros(size // 4, device=device.FIRST) for size in sizes for _ in range(8)]
         assert_same(expected, train(model, "llama", "dropout"))
         assert not any(bool(tensor.any()) for tensor in reused)
+    assert sum(hf_ckpt.describe(model).moved.values()) > 0
+
+
+class ReadsItsOwnStream(host_memory.Lane):
+    """Asks for the computing stream inside the context of its own, and so waits for itself."""
+
+    def _begin(self, source, target, on_device):
+        with torch.no_grad(), compat.devices.on_stream(self._stream):
+            computing = torch.accelerator.current_stream(self._device)
+            self._stream.wait_stream(computing)
+            target.copy_(source, non_blocking=True)
+        return host_memory.Copy(self._stream.record_event(), computing, on_device)
+
+
+class ClonesOnItsOwnStream(host_memory.Lane):
+    """Copies back into memory of its own stream, which is used again while the computing stream still reads it."""
+
+    def back(self, host):
+        with compat.devices.on_stream(self._stream):
+            target = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
+        return target, self._begin(host, target, target)
+
+
+@pytest.mark.parametrize("lane", [ReadsItsOwnStream, ClonesOnItsOwnStream])
+def test_races_that_others_have_had_in_silence(lane, monkeypatch):
+    """The lane of hf_ckpt is right where these two give other gradients, without an error."""
+    if not device.IS_SIMULATED:
+        pytest.skip("a real device may win the race")
+    monkeypatch.setattr(host_memory, "LEAST_BYTES", 0)
+    expected, _ = reference("llama", "dropout")
+
+    def gradients_with(kind, paces):
+        monkeypatch.setattr(host_memory, "Lane", kind)
+        with device.pace(computing=paces[0], copying=paces[1]):
+            model = planned(new_model("llama", "dropout"), {**SPECS["offload"][0], "check_every": 0})
+            found = train(model, "llama", "dropout")
+        assert sum(hf_ckpt.describe(model).moved.values()) > 0
+        return found
+
+    def is_right(found):
+        try:
+            assert_same(expected, found)
+        except AssertionError:
+            return False
+        return True
+
+    right = host_memory.Lane
+    assert all(is_right(gradients_with(right, paces)) for paces in PACES)
+    assert not all(is_right(gradients_with(lane, paces)) for paces in PACES)
+
+
+@pytest.mark.parametrize("paces", PACES, ids=" ".join)
+def test_memory_that_is_not_pinned_is_copied_before_the_host_goes_on(paces, monkeypatch):
+    monkeypatch.setattr(host_memory, "LEAST_BYTES", 0)
+    monkeypatch.setattr(host_memory, "_buffer", lambda size, *, pin: torch.empty(size, dtype=torch.uint8, device="cpu"))
+    expected, _ = reference("llama", "dropout")
+    with device.pace(computing=paces[0], copying=paces[1]):
+        model = planned(new_model("llama", "dropout"), {**SPECS["offload"][0], "check_every": 0})
+        assert_same(expected, train(model, "llama", "dropout"))
     assert sum(hf_ckpt.describe(model).moved.values()) > 0
 
 
