@@ -377,6 +377,8 @@ class Timeline:
 
     moments: tuple[Moment, ...]
     """In order of time."""
+    kept_bytes: Mapping[str, int]
+    """Stack -> bytes that its blocks keep for their backwards."""
 
     @property
     def worst(self) -> Moment:
@@ -418,18 +420,23 @@ def timeline(costs: Costs, choice: Choice) -> Timeline:
     """Each call, its cost, and the bytes that it and the calls before it keep for their backwards."""
     rebuilt: dict[str, int] = {}
     """Stack -> `rebuilt_bytes` of its last call so far."""
+    kept_bytes = collections.Counter[str]()
     for call, action in zip(costs.calls, choice, strict=True):
         cost = call.costs[action]
         stack = call.block.stack
         add(f"forward of {stack} {call.block.index}", cost.forward, alive)
         # What this call can rebuild from the one before, and that one can rebuild as well, is not kept at all.
-        alive += cost.forward.net - min(cost.rebuilt_bytes, rebuilt.get(stack, 0))
+        not_kept = min(cost.rebuilt_bytes, rebuilt.get(stack, 0))
+        alive += cost.forward.net - not_kept
+        kept_bytes[stack] += cost.kept_bytes - not_kept
         forward_only += cost.forward_only_bytes
         rebuilt[stack] = cost.rebuilt_bytes
         backwards.append((call, cost, alive - forward_only))
     forward, backward = costs.head
     # What stacks free when they return counts as alive until the head, although an encoder frees it before that.
-    shared = _freed_with_stacks(costs, choice)
+    freed = _freed_with_stacks(costs, choice)
+    kept_bytes.subtract(freed)
+    shared = sum(freed.values())
     add("head and loss", forward, alive - shared)
     add("head and loss, backward", backward, alive - shared - forward_only, forward.net)
     for call, cost, kept in reversed(backwards):
@@ -438,13 +445,13 @@ def timeline(costs: Costs, choice: Choice) -> Timeline:
         gradients += call.gradient_bytes
     gradients = costs.static.gradients  # of all parameters, those outside of blocks, too
     add("optimizer step", Part(costs.static.step_bytes, 0, costs.optimizer_nanoseconds), 0)
-    return Timeline(tuple(moments))
+    return Timeline(tuple(moments), kept_bytes)
 
 
-def _freed_with_stacks(costs: Costs, choice: Choice) -> int:
-    """Bytes that all calls of a stack are given, and that are freed when it returns because none of them keeps them."""
+def _freed_with_stacks(costs: Costs, choice: Choice) -> dict[str, int]:
+    """Stack -> bytes that all of its calls are given, and that are freed when it returns: none of them keeps them."""
     of_stacks = collections.defaultdict[str, list[int]](list)
     for call, action in zip(costs.calls, choice, strict=True):
         of_stacks[call.block.stack].append(call.costs[action].shared_bytes)
     # What a single call keeps is not freed, so the call that frees least decides.
-    return sum(map(min, of_stacks.values()))
+    return {stack: min(sizes) for stack, sizes in of_stacks.items()}

@@ -351,6 +351,7 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
         parts=tuple(moments.worst.parts().items()),
         budget_bytes=budget_bytes,
         device=device,
+        stacks=tuple(moments.kept_bytes.items()),
     )
     chosen = {call.block: action for call, action in zip(costs.calls, choice, strict=True)}
     pairs = tuple((block, chosen.get(block, KEEP)) for block in costs.blocks or chosen)

@@ -57,6 +57,8 @@ class Prediction:
     """The budget that the plan was made for; None without one."""
     device: str = ""
     """Name of the device whose speed was assumed."""
+    stacks: tuple[tuple[str, int], ...] = ()
+    """Bytes that the blocks of each stack keep for their backwards, as (name of the stack, bytes)."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -73,16 +75,19 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, which `Prediction.from_dict` reads back."""
-        return {**dataclasses.asdict(self), "parts": dict(self.parts)}
+        return {**dataclasses.asdict(self), "parts": dict(self.parts), "stacks": dict(self.stacks)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
-        for size in (data["peak_bytes"], data["tokens"], data.get("budget_bytes") or 0, *data["parts"].values()):
+        stacks = data.get("stacks", {})
+        sizes = (data["peak_bytes"], data["tokens"], data.get("budget_bytes") or 0)
+        for size in (*sizes, *data["parts"].values(), *stacks.values()):
             if type(size) is not int or abs(size) >= 2**63:  # True == 1 in Python
                 raise ValueError(f"bytes and tokens of a prediction must be whole numbers, but one is {shown(size)}")
-        return cls(**{**data, "parts": tuple(data["parts"].items()), "step_seconds": seconds})
+        pairs = {"parts": tuple(data["parts"].items()), "stacks": tuple(stacks.items())}
+        return cls(**{**data, **pairs, "step_seconds": seconds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +186,14 @@ class Plan:
     def __str__(self) -> str:
         blocks = counted(len(self.actions), "block")
         lines = [f"{self.model} (family {self.family}), {len(self.active())} of {blocks} planned"]
+        kept_bytes = dict(self.prediction.stacks) if self.prediction else {}
         for stack, pairs in self.stacks().items():
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))
             parts = [f"{action} {spans(indices)}" for action, indices in _positions(pairs).items()]
-            lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join([*parts, *_made_again(pairs)])}")
+            parts += _made_again(pairs)
+            if stack in kept_bytes:
+                parts.append(f"{format_bytes(kept_bytes[stack])} kept for backward")
+            lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
         if self.head != "full":
             size = self.head if isinstance(self.head, str) else f"{self.head} tokens"
             lines.append(f"  head: planned in chunks ({size})")

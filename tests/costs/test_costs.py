@@ -52,6 +52,8 @@ def test_costs_of_a_step_equal_those_computed_by_hand(accumulation):
     ]
     assert [m.peak_bytes - m.start_bytes for m in course.moments] == [8, 11, 12, 30, 31, 7, 30, 7]
     assert course.worst.label == "head and loss, backward"
+    assert course.kept_bytes == {"decoder": (7 - 3) + 9 - 3}
+    assert "): full 0; keep 1; 10 B kept for backward" in str(plan_of(costs, (FULL, KEEP)))
     assert step_nanoseconds(costs, (FULL, KEEP)) == accumulation * (10 + 21 + 60 + 20 + 40 + 30 + 50) + 1000
     assert course.worst.parts() == {
         "weights and optimizer state": 148,

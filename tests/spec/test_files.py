@@ -20,7 +20,7 @@ from hf_ckpt.spec.spec import Spec
 
 def plan_of(blocks):
     actions = tuple((Block(f"model.layers.{n}", "decoder", n, "Layer"), Action("full")) for n in range(blocks))
-    return Plan("llama", "LlamaModel", actions, Prediction(9, 2e-05, 8, (("blocks", 4),), 10, "cpu"))
+    return Plan("llama", "LlamaModel", actions, Prediction(9, 2e-05, 8, (("blocks", 4),), 10, "cpu", (("decoder", 3),)))
 
 
 def test_errors_stay_short_however_much_is_given():
