@@ -112,7 +112,7 @@ def adopt(blocks: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> 
     if record.enabled:
         take_off(blocks.base, record)
     record.spec = spec
-    record.plan = plan
+    record.plan = record.avoiding(plan)
     record.tightened = None
     record.begin_anew()
 

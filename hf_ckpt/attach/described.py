@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from hf_ckpt.attach.switches import function_of, is_on
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.models.parts import frozen_prefix
-from hf_ckpt.spec.description import Description
+from hf_ckpt.spec.description import Description, Saved
 
 
 def describe(model: nn.Module) -> Description:
@@ -44,6 +45,8 @@ def description_of(blocks: FoundBlocks, record: Installation) -> Description:
         frozen=tuple(name for name in frozen_prefix(blocks) if name in active),
         forwards=record.functions.counts("forwards", regions),
         recomputed=record.functions.counts("recomputed", regions),
+        saved=_saved(record),
+        avoided={name: str(action) for name, action in record.avoided.items()},
         dropped_tensors=sum(region.dropped_tensors for region in regions.values()),
         chunked_heads=record.heads.calls,
         head_ran=record.heads.last,
@@ -59,6 +62,14 @@ def description_of(blocks: FoundBlocks, record: Installation) -> Description:
     if record.watch is not None:
         description = dataclasses.replace(description, watched=record.watch.report())
     return description
+
+
+def _saved(record: Installation) -> tuple[Saved, ...]:
+    """What `selective` kept and dropped in the first forwards of its blocks, the largest first."""
+    sizes: Counter[tuple[str, bool]] = Counter()
+    for region in record.regions.values():
+        sizes.update(region.saved or {})
+    return tuple(Saved(name, size, is_dropped) for (name, is_dropped), size in sizes.most_common())
 
 
 def lost_blocks(model: nn.Module) -> tuple[str, ...]:

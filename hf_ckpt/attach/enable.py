@@ -184,6 +184,7 @@ def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
         record: the record on it.
         plan: the plan. If it has the same actions, only the record changes.
     """
+    plan = record.avoiding(plan)
     functions = record.functions
     had_these_actions = record.enabled and plan == record.plan
     record.plan = plan  # the predicted costs may be others

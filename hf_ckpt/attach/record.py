@@ -223,6 +223,8 @@ class Installation:
     """The session of this run; None before the first batch."""
     watch: Watch | None = None
     """The watch of this run; None before the first batch, and if nothing is checked."""
+    avoided: dict[str, Action] = dataclasses.field(default_factory=dict)
+    """Block that the watch has found wrong -> the action that it has in all plans since, with `on_mismatch: avoid`."""
     unchecked: bool = False
     """Whether blocks are not checked: while a plan is enabled only for a comparison, and once memory has run out."""
 
@@ -243,6 +245,13 @@ class Installation:
         if self.session is None:
             return f"`{self.spec.policy}` measures the first training steps, and then plans"
         return self.session.measuring
+
+    def avoiding(self, plan: Plan) -> Plan:
+        """Return a plan in which the blocks in `avoided` have their actions."""
+        if not self.avoided:
+            return plan
+        actions = tuple((block, self.avoided.get(block.name, action)) for block, action in plan.actions)
+        return dataclasses.replace(plan, actions=actions)
 
     @property
     def waits(self) -> bool:

@@ -53,6 +53,8 @@ class Region:
     """Bytes that the last forward moved to host memory."""
     dropped_tensors: int = 0
     """Number of tensors that autograd saved in the last forward, and that backward rebuilds one by one."""
+    saved: dict[tuple[str, bool], int] | None = None
+    """(name of a tensor, whether it was dropped) -> bytes in the first forward under `selective`; else None."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and return its outputs. Every engine implements this."""

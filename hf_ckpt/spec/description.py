@@ -10,6 +10,9 @@ from typing import Any
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.units import counted, format_bytes
 
+SHOWN = 8
+"""Most rows of `Description.saved` that are printed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
@@ -33,6 +36,22 @@ class Watched:
 
 
 @dataclasses.dataclass(frozen=True)
+class Saved:
+    """Tensors of one name that autograd saved in blocks under `selective`."""
+
+    name: str
+    """What computed it: a module (`o_proj`), an operation on results of modules (`gate_proj * up_proj`), or the block's
+    input (`hidden_states`)."""
+    bytes: int
+    """Bytes in all blocks together, each storage once."""
+    is_dropped: bool
+    """Whether backward rebuilds it; otherwise it was kept."""
+
+    def __str__(self) -> str:
+        return f"{self.name}  {format_bytes(self.bytes)} {'dropped' if self.is_dropped else 'kept'}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Description:
     """The plan on a model, with counts of what it has done so far. `print` shows it."""
 
@@ -50,6 +69,9 @@ class Description:
     """Block name -> recomputations so far, of the whole block or (with `selective`) of operations inside it."""
     dropped_tensors: int = 0
     """How many of the tensors that autograd saved in the last forward `selective` dropped, over all blocks."""
+    saved: tuple[Saved, ...] = ()
+    """What `selective` kept and dropped in the first forwards of its blocks, the largest first. Parameters, and tensors
+    that have no gradient, such as attention masks, are left out."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     """Under `budget` and `auto`: the batch shape that a plan was made for, in words -> the plan. A smaller batch
     may use it, too; `plan` is that of the last batch."""
@@ -65,6 +87,8 @@ class Description:
     """Block name -> bytes that its last forward moved to host memory."""
     watched: Watched | None = None
     """Results of the watch so far; None if nothing is checked."""
+    avoided: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Block in which the watch found a difference -> its action since then, with `on_mismatch: avoid`."""
     chunked_heads: int = 0
     """Calls of the head that ran in chunks so far."""
     head_ran: str = ""
@@ -122,6 +146,8 @@ class Description:
             yield f"  watched: {self.watched}"
             for text in self.watched.differences:
                 yield f"    {text}"
+            for name, action in self.avoided.items():
+                yield f"    {name} runs under {action} since then"
             for part, reason in self.watched.not_checked.items():
                 yield f"    not checked: {part} ({reason})"
 
@@ -149,3 +175,9 @@ class Description:
             yield f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far"
         if self.dropped_tensors:
             yield f"  `selective` dropped {self.dropped_tensors} saved tensors in the last forward"
+        if self.saved:
+            yield "  `selective`, in the first forward of its blocks together:"
+            yield from (f"    {row}" for row in self.saved[:SHOWN])
+        rest = self.saved[SHOWN:]
+        if rest:
+            yield f"    {counted(len(rest), 'smaller one')}  {format_bytes(sum(row.bytes for row in rest))}"

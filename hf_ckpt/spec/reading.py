@@ -264,7 +264,7 @@ READERS: dict[str, Reader] = {
     "mlp": whole(1, "full", "auto"),
     "segments": _optional(_for_stacks(whole(1, "sqrt"))),
     "check_every": whole(0),
-    "on_mismatch": one_of("warn", "raise"),
+    "on_mismatch": one_of("warn", "raise", "avoid"),
     "plan": _optional(_read_plan),
     "compile": one_of(None, "blocks"),
     "share": _optional(_read_share),

@@ -89,7 +89,8 @@ class Spec:
     """In every n-th training forward, one block is checked: whether its backward gets what its forward saved. Blocks
     take turns. 0 checks nothing."""
     on_mismatch: str = "warn"
-    """What happens if a check finds a difference: `warn`, or `raise` to stop the run before the optimizer steps."""
+    """What happens if a check finds a difference: `warn`; `raise` stops the run before the optimizer steps; `avoid`
+    runs that block under `selective` from then on, or under `keep` if it was under `selective`."""
     plan: str | None = None
     """Path of a saved plan to use."""
     compile: str | None = None

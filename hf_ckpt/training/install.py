@@ -208,6 +208,8 @@ class Decider:
     ) -> None:
         """Let the session plan for a training forward of `running` that is about to begin, and the watch check it."""
         spec = record.spec
+        if isinstance(record.watch, Watch):
+            record.watch.avoid(base, record)
         session: Session | None = None
         if spec.is_planned:
             if not isinstance(record.session, Session):

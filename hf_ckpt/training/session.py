@@ -237,7 +237,7 @@ class Session:
         # Blocks of stacks for which a rule says what they get, and that.
         fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
         skips = compat.transformers.skips_blocks(base)
-        self._measurements = Measurements(blocks, self._actions, fixed, skips)
+        self._measurements = Measurements(blocks, self._actions, {**fixed, **record.avoided}, skips)
         self._race = Race()
         self._state = ModelState(base, self._devices)
         self._optimizers = OptimizerStates()

@@ -14,12 +14,14 @@ import weakref
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.attach.enable import exchange
 from hf_ckpt.attach.for_a_while import put_check
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.engines.check import Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.memory import spare_bytes
+from hf_ckpt.spec.actions import KEEP, SELECTIVE
 from hf_ckpt.spec.description import Watched
 from hf_ckpt.training.session import Session
 
@@ -34,7 +36,8 @@ class Watch:
 
     Args:
         check_every: check in every n-th training forward.
-        on_mismatch: `warn`, or `raise` to raise `MismatchError` in the wrong backward.
+        on_mismatch: `warn`; `raise` to raise `MismatchError` in the wrong backward; or `avoid` to run the block under
+            another action from the next forward on.
     """
 
     def __init__(self, check_every: int, on_mismatch: str) -> None:
@@ -42,6 +45,8 @@ class Watch:
         self.on_mismatch = on_mismatch
         self.differences: list[Difference] = []
         """The first difference of each check that found one."""
+        self._to_avoid: set[str] = set()
+        """Blocks that get another action before the next forward."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
         self._next = min(FIRST, check_every)
@@ -53,6 +58,33 @@ class Watch:
         """What cannot be checked -> why."""
         self._check: weakref.ref[Check] | None = None
         """The last check. It holds the inputs of its block, so only the graph of that step may hold it."""
+
+    def avoid(self, base: nn.Module, record: Installation) -> None:
+        """If checks have found differences, and `on_mismatch` is `avoid`, run these blocks under another action.
+
+        That is `selective`, which runs no block twice, or `keep` if the block already has `selective`. Under `budget`
+        and `auto`, steps are measured again, because their plans count on what the block kept before.
+
+        Args:
+            base: the model, plain.
+            record: the record on it.
+        """
+        names = self._to_avoid & record.regions.keys()
+        self._to_avoid = set()
+        if not names:
+            return
+        for name in sorted(names):
+            runs_twice = record.regions[name].runs_block_again
+            before = record.plan.active()[name]
+            record.avoided[name] = SELECTIVE if runs_twice else KEEP
+            log.warning(
+                "hf_ckpt: `%s` runs under `%s` from now on, no longer `%s`.", name, record.avoided[name], before
+            )
+        if record.session is not None:
+            record.session.stop(record)
+            record.session.close()
+            record.session = None
+        exchange(base, record, record.plan)
 
     def on_forward(self, base: nn.Module, record: Installation, running: nn.Module, session: Session | None) -> None:
         """Check a block of the training forward that is about to begin, if a check is due.
@@ -125,6 +157,8 @@ class Watch:
             return
         first = check.differences[0]
         self.differences.append(first)
+        if self.on_mismatch == "avoid":
+            self._to_avoid.add(first.block)
         if self.on_mismatch == "raise":
             raise MismatchError(first.block, str(first))
         if len(self.differences) == 1:

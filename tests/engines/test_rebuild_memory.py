@@ -52,6 +52,53 @@ def test_selective_holds_a_share_of_what_no_checkpointing_holds(family, lora, dr
         assert ours / held == pytest.approx(share, abs=0.01), save
 
 
+NAMES = """
+post_attention_layernorm  8.12 KiB dropped
+input_layernorm  8.12 KiB dropped
+softmax  8.00 KiB kept
+gate_proj  8.00 KiB kept
+up_proj  8.00 KiB kept
+gate_proj * up_proj  8.00 KiB dropped
+silu(gate_proj)  8.00 KiB dropped
+hidden_states  4.00 KiB kept
+k_proj  4.00 KiB kept
+q_proj  4.00 KiB kept
+v_proj  4.00 KiB kept
+matmul  4.00 KiB kept
+hidden_states + o_proj  4.00 KiB kept
+"""
+"""Of a block with 32 tokens of 32 float32 numbers, eager attention with 4 heads, and a feed-forward of 64. A norm also
+drops a number for each token."""
+
+
+def test_what_selective_kept_and_dropped_has_the_names_of_the_models_code():
+    model = planned(tiny_model("llama", layers=1), "selective")
+    model(**tiny_batch("llama")).loss.backward()
+    described = hf_ckpt.describe(model)
+    assert "\n".join(map(str, described.saved)) == NAMES.strip()
+    assert f"    {NAMES.split(chr(10))[1]}\n" in str(described)
+    assert "\n    5 smaller ones  20.00 KiB" in str(described)
+    step(model, tiny_batch("llama", tokens=8))
+    assert hf_ckpt.describe(model).saved == described.saved  # only the first forward is looked at
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "q_proj.lora_A"),
+        ("gpt2", "c_fc"),
+        ("bert", "intermediate.dense"),
+        ("t5", "EncDecAttention.q.lora_A"),
+    ],
+)
+def test_names_of_adapters_and_of_modules_that_share_a_name(family, name):
+    model = planned(model_of(family, lora=True, dropout=0.1), "selective")
+    step(model, tiny_batch(family))
+    names = {row.name for row in hf_ckpt.describe(model).saved}
+    assert name in names
+    assert not any("base_layer" in each or "default" in each for each in names)
+
+
 def test_a_parameter_that_is_written_with_a_graph_is_freed():
     """A frozen parameter that a block fills in place, and that gets a graph by that, is freed."""
     region = RebuildRegion("toy", save=("linear", "attention"))

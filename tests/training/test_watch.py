@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.custom import LAYERS as CUSTOM_LAYERS
 from helpers.custom import custom_loss, custom_model, work
+from helpers.planned import live_peak, model_of, without_state
 from helpers.steps import assert_frees_everything, assert_same, enable, gradients, planned, step, without_cache
 from helpers.trainers import FLAG, trainer
 from helpers.watching import WatchOfOthers
@@ -59,6 +60,71 @@ def test_every_difference_is_counted_and_the_first_is_logged(tmp_path, monkeypat
     training.train()
     assert len(hf_ckpt.describe(training.model).watched.differences) == 4
     assert caplog.text.count("gradients of this step are wrong") == 1
+
+
+def test_wrong_blocks_get_another_action_from_the_next_step_on(tmp_path, monkeypatch, caplog):
+    """A faulty rebuild is left to `keep`, one block after the other: each is checked in its turn. Enabling changes
+    nothing about that."""
+    training = faulty_trainer(tmp_path, monkeypatch, "avoid")
+    training.args.max_steps = LAYERS + 1
+    training.train()
+    described = hf_ckpt.describe(training.model)
+    assert len(described.watched.differences) == LAYERS
+    assert described.avoided == dict.fromkeys([f"model.layers.{number}" for number in range(LAYERS)], "keep")
+    assert caplog.text.count("runs under `keep` from now on, no longer `selective (save linear, attention)`") == LAYERS
+    training.model.gradient_checkpointing_disable()
+    training.model.gradient_checkpointing_enable()
+    described = hf_ckpt.describe(training.model)
+    assert not described.plan.active()
+    assert "model.layers.3 runs under keep since then" in str(described)
+
+
+class Rand(torch.nn.Module):
+    """Draws from a generator of its own, which no recomputation can put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def test_a_block_that_draws_by_itself_is_left_to_selective():
+    model = tiny_model("llama", layers=LAYERS)
+    model.model.layers[1].mlp.act_fn = torch.nn.Sequential(model.model.layers[1].mlp.act_fn, Rand())
+    planned(model, {"policy": "full", "check_every": 1, "on_mismatch": "avoid"})
+    for _ in range(2 * LAYERS):
+        step(model, tiny_batch("llama"))
+    described = hf_ckpt.describe(model)
+    assert described.avoided == {"model.layers.1": "selective (save linear, attention)"}
+    assert len(described.watched.differences) == 1
+    assert described.plan.summary().startswith(
+        "full on blocks 0, 2-3 and selective (save linear, attention) on block 1"
+    )
+
+
+@pytest.mark.long
+def test_a_budget_measures_again_around_a_block_that_was_wrong():
+    model = without_state(model_of(layers=LAYERS))
+    batch = tiny_batch("llama", batch=16, tokens=64)
+    planned(model, "full")
+    planned(model, {"policy": "budget", "budget": f"{live_peak(model, batch) + 4096}B", "on_mismatch": "avoid"})
+
+    def train(steps):
+        for _ in range(steps):
+            step(model, batch)
+        return hf_ckpt.describe(model).plan.actions[1][1]
+
+    before = train(25)
+    record = installation(model)
+    first = record.session
+    record.watch._to_avoid.add("model.layers.1")
+    after = train(25)
+    expected = "keep" if before.kind == "selective" else "selective"
+    assert after.kind == record.avoided["model.layers.1"].kind == expected
+    assert record.session is not first
+    assert hf_ckpt.describe(model).measuring is None
 
 
 @pytest.mark.parametrize(("options", "checks"), [({}, [1]), ({"check_every": 0}, [])])

@@ -20,6 +20,7 @@ import torch
 from hf_ckpt import compat
 from hf_ckpt.engines.full import CALLS_A_TRANSFORM, FullRegion
 from hf_ckpt.engines.host_memory import Mover
+from hf_ckpt.engines.rebuild.names import Names, Recording, Saved
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
@@ -68,6 +69,8 @@ class RebuildRegion(Region):
         """Number of tensors that autograd saved in the last forward."""
         self.dropped_sizes: dict[int, int] = {}
         """Id of a value -> bytes of the tensor that it rebuilds, in the last recomputation of `full+selective`."""
+        self.saved: Saved | None = None
+        """What the first forward kept and dropped."""
         self.weights: list[dict[str, torch.Tensor | None]] | None = None
         """The dicts of the block's parameters; None before a forward has shown the block."""
 
@@ -133,9 +136,16 @@ class RebuildRegion(Region):
         output = None
         outer = running.tape
         running.tape = tape
+        pack, unpack_saved = hooks(tape)
+        recording = None
+        if self.saved is None and args and not compat.torch.is_fake(args[0]):
+            recording = Recording(Names(compat.transformers.module_of(fn), tape, args[0]))
+            pack = recording.of(pack)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(*hooks(tape)):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack_saved):
                 output = fn(*args)
+            if recording is not None:
+                self.saved = recording.saved()
             return output
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
@@ -149,6 +159,8 @@ class RebuildRegion(Region):
         finally:
             running.tape = outer  # of a block around this one: models may nest their blocks
             tape.close(output)
+            if recording is not None:
+                recording.close()
             # Another forward than the one before, for example in eval mode: places among the nodes are others, too.
             if tape.saved != self.saved_tensors != 0:
                 self.hopeless.clear()
