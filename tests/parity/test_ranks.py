@@ -18,11 +18,14 @@ Results = list[dict[str, Any]]  # one dictionary of cases per rank
 TABLE = table(__file__, "ranks.yaml")
 
 
+TABLE_PARTS = ("fsdp2", "segments", "owners", "ddp", "budget", "trainer", "control")
+
+
 def cases(part):
     return {name: Case(**row) for name, row in TABLE[part].items()}
 
 
-FSDP2, OWNERS, DDP, BUDGET, TRAINER, CONTROL = map(cases, ("fsdp2", "owners", "ddp", "budget", "trainer", "control"))
+FSDP2, SEGMENTS, OWNERS, DDP, BUDGET, TRAINER, CONTROL = map(cases, TABLE_PARTS)
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
 
 
@@ -31,7 +34,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The results of the cases whose tests are selected."""
     tests = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
     names = {item.callspec.params["name"] for item in tests}
-    cases = {name: case for name, case in (FSDP2 | OWNERS | DDP | BUDGET | TRAINER | CONTROL).items() if name in names}
+    every = FSDP2 | SEGMENTS | OWNERS | DDP | BUDGET | TRAINER | CONTROL  # what may fail in a backward comes last
+    cases = {name: case for name, case in every.items() if name in names}
     return run_on_ranks(cases, tmp_path_factory.mktemp("ranks"))
 
 
@@ -74,6 +78,19 @@ def test_fsdp2_trains_as_without_hf_ckpt(ranks: Results, name: str) -> None:
         assert ("its parameters are sharded or moved" in result["messages"]) == ("head" in case.specs[0])
     said = [result["messages"].count("parts of blocks are sharded one by one") for result in each_rank(ranks, name)]
     assert sum(said) == (case.model == "parts")  # a recomputation frees nothing before its backward
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_sharded_blocks_run_again_for_the_next_one(ranks: Results, name: str) -> None:
+    """FSDP2 gathers each of them once more, on all ranks alike; FSDP1, and parts that are sharded, cannot."""
+    case = SEGMENTS[name]
+    assert_trained(case, ranks, name)
+    for result in each_rank(ranks, name):
+        without, with_plan = map(len, result["collectives"])
+        assert with_plan - without == case.forwards * sum(block[-1] in case.passing for block in case.blocks())
+        assert ("their parameters come and go" in result["messages"]) == (not case.passing)
+    first, second = (result["collectives"][1] for result in each_rank(ranks, name))
+    assert first == second
 
 
 @pytest.mark.parametrize("name", BUDGET)
