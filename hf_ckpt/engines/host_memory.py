@@ -371,10 +371,12 @@ class Slot:
             assert self.arriving is not None
             tensor, copy = self.arriving
             group.lane.wait(copy)
-            # The first use in this backward. If the block before moves tensors, too, it comes next, and its copies run
-            # while this one computes. Those of an earlier block would lie on the device until its backward.
-            if not self._left:
+            if not self._left:  # the first use in this backward
                 self._left = self.uses
+            # The last one. (The first use of a segment's first input is for the other blocks of the segment.) If the
+            # block before moves tensors, too, it comes next, and its copies run while this one computes. Those of an
+            # earlier block would lie on the device until its backward.
+            if self._left == 1:
                 before = group.before()
                 is_next = before is not None and before.block == group.mover.before.get(group.block)
                 if before is not None and is_next and before.lane is group.lane:

@@ -111,7 +111,7 @@ def interrupted(model):
 
 @pytest.mark.parametrize("interrupt", [False, True], ids=["", "after an interrupted step"])
 @pytest.mark.parametrize("paces", PACES, ids=" ".join)
-@pytest.mark.parametrize("spec", ["offload", "saved"])
+@pytest.mark.parametrize("spec", ["offload", "saved", "segments, offload"])
 def test_gradients_are_right_at_every_pace(spec, paces, interrupt, monkeypatch):
     """Copies that nobody waits for must not write to memory after it is freed, either."""
     monkeypatch.setattr(host_memory, "LEAST_BYTES", 0)  # move even the smallest tensors

@@ -112,6 +112,21 @@ def test_a_copy_back_begins_one_block_ahead(lanes):
     assert lanes[0].log == [4, back, back, 3, back, 2, back, 1, 0]
 
 
+def test_of_a_segment_the_first_hidden_states_move(lanes):
+    """Those of the segment before come back while the first block of this one has its backward, and once."""
+    model = ours(spec={"policy": "offload", "segments": 3}, layers=7)
+    at_start_of_blocks(model, "llama", lambda number: lanes[0].log.append(number))
+    loss = model(**tiny_batch("llama")).loss
+    out, back = ("out", HIDDEN), ("back", HIDDEN)
+    assert lanes[0].log == [out, 0, 1, 2, out, 3, 4, out, 5, 6]
+    lanes[0].log.clear()
+    loss.backward()
+    assert lanes[0].log == [back, 5, 6, back, 5, 3, 4, back, 3, 0, 1, 2, 1, 0]
+    assert list(hf_ckpt.describe(model).moved) == ["model.layers.0", "model.layers.3", "model.layers.5"]
+    del loss
+    assert mover(model).held_bytes == 0
+
+
 def test_what_comes_before_a_gap_is_fetched_when_it_is_needed(lanes):
     """Earlier, it would lie on the device while the blocks between have their backward."""
     model = ours(spec={"rules": [{"layers": "0-1,4-5", "policy": "offload"}]}, layers=8)
