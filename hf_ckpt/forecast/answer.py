@@ -180,7 +180,8 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
 def to_write(training: Question, spec: Mapping[str, Any], model: str) -> dict[str, str]:
     """What to copy: where it goes -> its lines. Values are written as JSON, which YAML includes.
 
-    These are fields of `TrainingArguments` or of a config of TRL, and Python. `model` is the class of the model.
+    These are fields of `TrainingArguments` or of a config of TRL, and Python. `model` is the class of the model;
+    empty for one that is there already.
     """
     trainer = training.trainer
     computing = training.autocast_name
@@ -201,7 +202,7 @@ def to_write(training: Question, spec: Mapping[str, Any], model: str) -> dict[st
     }
     yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in arguments.items() if value is not None)
     lines = {
-        **_lines_of_model(training, model),
+        **(_lines_of_model(training, model) if model else {}),
         "data_collator=DataCollatorWithFlattening()  # of transformers": training.packing and trainer != "sft",
         "hf_ckpt.install(model)  # or start the script by: python -m hf_ckpt train.py": checkpoints,
     }

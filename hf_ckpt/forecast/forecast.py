@@ -19,7 +19,7 @@ from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offload
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
-from hf_ckpt.forecast.model import ShallowModel, kv_bytes, model_of_workload, nbytes
+from hf_ckpt.forecast.model import OF_LIVE, ShallowModel, fields_of_live, kv_bytes, model_of_workload, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.ranks import sent_bytes
@@ -63,7 +63,8 @@ def predict(
     It needs no weights and no GPU, like `hf-ckpt plan`.
 
     Args:
-        model: a preset, a hub id, a folder, the path of a `config.json`, or a transformers config.
+        model: a preset, a hub id, a folder, the path of a `config.json`, a transformers config, or a live model, which
+            is not changed. What is frozen, quantised, adapted or of another type in a live model is read from it.
         batch: sequences per micro-step.
         on_progress: called with a short message at the start of each slow part.
         options: options of `hf-ckpt plan`, by the names of the fields of `Question`, such as `tokens`, `lora`, `device`
@@ -72,13 +73,15 @@ def predict(
     Raises `InfeasibleError` if no plan fits into the budget. Raises `HfCkptError` if an option is invalid, if the model
     or device is unknown, or if the model cannot be measured.
     """
-    # A config does not say what is frozen, adapted or of another type in a live model. The forecast would be of another
-    # training, with nothing to show it.
     if isinstance(model, nn.Module):
-        raise HfCkptError("predict takes no live model: give its config, and options such as dtype and lora.")
+        given = sorted(OF_LIVE & options.keys())
+        if given:
+            raise HfCkptError(f"a live model says by itself what {', '.join(given)} are: leave them out.")
+        options |= fields_of_live(model)
+    else:
+        options["model"] = str(getattr(model, "model_type", model))
     config = None if isinstance(model, (str, Path)) else model
-    name = str(getattr(model, "model_type", model))
-    return Forecaster(question({"batch": batch, **options, "model": name}), on_progress, config).answer(nearest=False)
+    return Forecaster(question({"batch": batch, **options}), on_progress, config).answer(nearest=False)
 
 
 def divisors(number: int) -> list[int]:
@@ -254,7 +257,7 @@ class Forecaster:
             ),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
-            write=to_write(training, row.spec or {}, plan.model),
+            write=to_write(training, row.spec or {}, "" if isinstance(self._config, nn.Module) else plan.model),
             plan=plan,
             timeline=moments,
             within=self.within,

@@ -7,6 +7,7 @@ for a block of the real model.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import difflib
@@ -21,6 +22,7 @@ import transformers
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.attach.attach import detach
 from hf_ckpt.compat.peft import add_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
@@ -28,6 +30,7 @@ from hf_ckpt.forecast.quantised import QuantisedLinear, quantise
 from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.models.blocks import base_model, find_blocks, plain_modules
 from hf_ckpt.models.families import depth_keys, refuse_long
+from hf_ckpt.models.parts import frozen_prefix
 from hf_ckpt.spec.plan import Block
 
 
@@ -93,10 +96,16 @@ def model_of_workload(workload: Question, config: Any = None) -> ShallowModel:
 
     Args:
         workload: what is trained.
-        config: of the model, instead of the one that the workload names.
+        config: of the model, instead of the one that the workload names; or the model itself.
 
     Raises `HfCkptError` if there is no such config or class, or if sequences exceed the model's positions.
     """
+    if isinstance(config, nn.Module):
+        _refuse(base_model(config).config, workload)
+        model = _copy_on_meta(config)
+        if workload.sharded and workload.autocast_name:  # unsharded weights have their compute type
+            model.to(DTYPES[workload.autocast_name])
+        return _on_fakes(model, _cut(model))
     config = load_config(workload.model) if config is None else config
     _refuse(config, workload)
     # On `meta`, 70 billion parameters take no memory. Those that are left become fake tensors, which costs time for
@@ -112,6 +121,7 @@ def _cut(model: nn.Module) -> dict[Block, str]:
     """Leave only the blocks of a model that stand for others. Returns the `likes` of the shallow model."""
     all_blocks = find_blocks(model)
     lists: Any = dict(plain_modules(all_blocks.base))
+    frozen = set(frozen_prefix(all_blocks))
     likes: dict[Block, str] = {}
     for stack, owner in all_blocks.runners.items():
         blocks = [block for block in all_blocks.blocks if block.stack == stack]
@@ -121,7 +131,8 @@ def _cut(model: nn.Module) -> dict[Block, str]:
         config: Any = getattr(owner, "config", all_blocks.base.config)
         types = list(getattr(config, "layer_types", None) or [])
         types = types if len(types) == len(blocks) else []
-        looks = [_look_of(all_blocks.modules[block.name]) for block in blocks]
+        # Blocks below all that is trained have no backward, so they need other memory than their like.
+        looks = [(_look_of(all_blocks.modules[block.name]), block.name in frozen) for block in blocks]
         places = _stand_ins(list(itertools.zip_longest(looks, types)))
         kept = sorted(set(places))
         likes |= {block: f"{container}.{kept.index(place)}" for block, place in zip(blocks, places, strict=True)}
@@ -158,7 +169,7 @@ def _stand_ins(kinds: Sequence[Any]) -> list[int]:
 
 def _look_of(block: nn.Module) -> str:
     """What blocks of one kind have in common."""
-    parameters = [(name, parameter.shape, parameter.dtype) for name, parameter in block.named_parameters()]
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
     return repr((parameters, [type(part).__name__ for part in block.modules()]))
 
 
@@ -182,6 +193,60 @@ def _on_fakes(model: nn.Module, likes: Mapping[Block, str]) -> ShallowModel:
 
 def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
     return tuple(TensorSize(tuple(p.shape), p.element_size(), p.requires_grad) for p in parameters)
+
+
+# --- from a live model ------------------------------------------------------------------------------------------------
+
+OF_LIVE = frozenset(
+    ("architecture", "attention", "dtype", "lora", "lora_targets", "lora_dropout", "load_in_4bit", "double_quant")
+)
+"""Fields that a live model answers by itself."""
+
+
+def fields_of_live(model: nn.Module) -> dict[str, Any]:
+    """The fields of a question that a live model answers."""
+    base = base_model(model)
+    sizes: collections.Counter[torch.dtype] = collections.Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    fields = {"model": base.config.model_type, "attention": base.config._attn_implementation}
+    fields |= {"architecture": type(base).__name__, "dtype": names.get(max(sizes, key=sizes.__getitem__), "float32")}
+    ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
+    four: list[Any] = [module for module in model.modules() if _is_in_4bit(module)]
+    nested = any(module.weight.quant_state.nested for module in four)
+    return {**fields, "lora": next(iter(ranks), None), "load_in_4bit": bool(four), "double_quant": nested}
+
+
+def _is_in_4bit(module: Any) -> bool:
+    # By name, because a model that is not quantised must not wait for the import of bitsandbytes.
+    return isinstance(module, nn.Linear) and type(module).__name__ == "Linear4bit"
+
+
+def _copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a live model without its values, its hooks, and its plan. Raises `HfCkptError` if it has none."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter.data, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        copied: nn.Module = copy.deepcopy(model, memo)
+    except Exception as error:  # wrappers that hold processes, files or graphs refuse it in ways of their own
+        raise HfCkptError(f"{type(model).__name__} cannot be copied: {reason_of(error)}. Give its config.") from error
+    detach(copied)
+    for name, module in model.named_modules():
+        mine: Any = copied.get_submodule(name)
+        for hooks in (mine._forward_hooks, mine._forward_pre_hooks, mine._backward_hooks, mine._backward_pre_hooks):
+            hooks.clear()  # they are of code that must not run here
+        if _is_in_4bit(module):
+            source = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            source.bias = mine.bias
+            compute = module.compute_dtype or torch.bfloat16
+            layer = QuantisedLinear(source, compute, double=module.weight.quant_state.nested)
+            copied.set_submodule(name, layer)
+    return copied
 
 
 # --- a model as a workload describes it -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import contextlib
 import math
 import types
 
+import peft
 import pytest
 import torch
 import transformers
@@ -128,10 +129,68 @@ def test_a_forecast_changes_nothing_of_a_live_model(family):
         module.register_forward_hook(lambda *_: calls.append("forward"))
     before = everything_about(model)
     assert hf_ckpt.predict(model.config, 2, **asked).to_dict() == plain
+    hf_ckpt.predict(model, 2, tokens=16, device="h100")
     assert everything_about(model) == before
     assert not calls
     assert installation(model).enabled
     assert_same(expected, step(model, tiny_batch(family)))
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_live_model_and_its_config_have_one_answer(family):
+    model = tiny_model(family, layers=5)
+    asked = {"tokens": 16, "device": "a10", "budget": "1GiB"}
+    fields = {"dtype": "float32", "architecture": type(model).__name__}
+    fields["attention"] = model.config._attn_implementation
+    found, same = hf_ckpt.predict(model, 2, **asked), hf_ckpt.predict(model.config, 2, **asked, **fields)
+    assert (found.rows, found.parts, found.frontier) == (same.rows, same.parts, same.frontier)
+
+
+def frozen(model):
+    """The first blocks and what is before them are frozen: they keep nothing."""
+    for part in (model.model.embed_tokens, *model.model.layers[:5]):
+        part.requires_grad_(False)
+    return model
+
+
+def adapted(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[5, 6]))
+
+
+@pytest.mark.parametrize("change", [frozen, adapted, lambda model: model.to(torch.bfloat16)])
+def test_what_is_frozen_adapted_or_cast_in_a_live_model_is_read_from_it(change):
+    """Predicted and counted peaks are equal, and the plan is one for that model."""
+    model = tiny_model("llama", layers=8)
+    model.set_attn_implementation("sdpa")
+    model = change(model)
+    forecast = hf_ckpt.predict(model, 4, tokens=64, device="cpu", optimizer="sgd", budget="1GiB")
+    assert forecast.parts["weights"] == sum(parameter.nbytes for parameter in model.parameters())
+    batch = tiny_batch("llama", batch=4, tokens=64)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    none, full = (row.peak_bytes for row in forecast.usual)
+    for policy, predicted in (("none", none), ("full", full)):
+        planned(model, {"policy": policy, "check_every": 0})
+        for _ in range(2):
+            with LiveBytes(model, optimizer, batch) as live:
+                model(**batch, use_cache=False).loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        assert predicted == pytest.approx(live.peak_bytes, rel=0.01)
+    assert full <= none
+
+
+def test_a_live_model_in_4_bits_is_planned_as_its_options(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    of_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    four = transformers.BitsAndBytesConfig(load_in_4bit=True, **of_bits)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=four)
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    asked = {"tokens": 32, "device": "a10", "budget": "1GiB"}
+    attention = model.config._attn_implementation
+    live = hf_ckpt.predict(model, 2, **asked)
+    same = hf_ckpt.predict(str(tmp_path), 2, **asked, load_in_4bit=True, lora=4, attention=attention)
+    assert (live.rows, live.parts) == (same.rows, same.parts)
 
 
 class ReadsItsLogits(transformers.LlamaForCausalLM):
