@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(uninstall)
-        cleanup.callback(compat.torch.call_before_optimizers(before_step).remove)
+        cleanup.callback(compat.optimizers.call_before(before_step).remove)
         if arguments.oom_guard:
             guarded = cleanup.enter_context(guard_trainers())
         try:

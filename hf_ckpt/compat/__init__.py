@@ -4,4 +4,16 @@ Features are detected (`hasattr`, `inspect.signature`) rather than inferred from
 Use it as `from hf_ckpt import compat; compat.torch.is_compiling()`.
 """
 
-from hf_ckpt.compat import compiler, devices, distributed, fakes, frames, peft, process_state, torch, transformers
+from hf_ckpt.compat import (
+    checkpoint,
+    compiler,
+    devices,
+    distributed,
+    fakes,
+    frames,
+    optimizers,
+    peft,
+    process_state,
+    torch,
+    transformers,
+)

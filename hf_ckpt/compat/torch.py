@@ -1,4 +1,4 @@
-"""Code that depends on torch's version, build or private names: autograd, hooks, modes, optimizers, fake tensors."""
+"""Code that depends on torch's version, build or private names: autograd, hooks, modes, fake tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import gc
 import logging
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -55,53 +53,6 @@ parameters_replaced: Callable[[nn.Module, Mapping[str, torch.Tensor]], contextli
 parameters_replaced = private("torch.nn.utils.stateless._reparametrize_module")
 """Makes a context in which a module has other tensors as parameters of these names: `torch.func.functional_call`
 without the call, which would run the hooks of the module."""
-# Neither a model nor torch refers to the optimizers of a model.
-_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def remember_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let `optimizers_of` find an optimizer as long as it exists."""
-    _optimizers.add(optimizer)
-
-
-def call_before_optimizers(before: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
-    """Call a function before every optimizer step of the process, until the handle is removed."""
-    return register_optimizer_step_pre_hook(lambda optimizer, *_: None if is_compiling() else before(optimizer))
-
-
-class _Arguments(dict[str, Any]):
-    """The keyword arguments of an optimizer's step, which live as long as the step."""
-
-
-def call_around_optimizers(before: Callable[[], None], after: Callable[[], None]) -> list[RemovableHandle]:
-    """Call two functions before and after every optimizer step of the process, until the handles are removed.
-
-    torch calls no hook after a step that raised. Then `after` is called as soon as nothing refers to the frames of the
-    step any more, that is, when the error has been handled.
-    """
-
-    def begin(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_compiling():
-            return None
-        before()
-        arguments = _Arguments(kwargs)
-        weakref.finalize(arguments, after).atexit = False
-        return args, arguments
-
-    return [
-        register_optimizer_step_pre_hook(begin),
-        register_optimizer_step_post_hook(lambda *_: None if is_compiling() else after()),
-    ]
-
-
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the known optimizers that update parameters of `model`: see `remember_optimizer`."""
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-
-    def updates_this_model(optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
-
-    return list(filter(updates_this_model, _optimizers))
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
@@ -162,116 +113,6 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         private("torch._C._autograd._push_saved_tensors_default_hooks")(*hooks)
 
 
-StopRecomputation: type[Exception] = private("torch.utils.checkpoint._StopRecomputationError")
-"""The exception by which torch ends a recomputation as soon as it has made every tensor that backward needs."""
-_READ = frozenset({"metadata_fn", "recomp_counter", "recomputed", "weak_holders", "x_metadatas"})
-"""Attributes of torch's record of a checkpointed call that `_WatchedFrame` reads."""
-
-
-_default_metadata = private("torch.utils.checkpoint._default_meta_extractor")
-_metadata = operator.attrgetter("shape", "dtype", "device")
-"""Returns the same as `_default_metadata`, without a Python call: torch needs it twice for every saved tensor."""
-
-
-_running_backward = private("torch._C._current_graph_task_id")
-
-
-class _WatchedFrame(torch.utils.checkpoint._CheckpointFrame):
-    """torch's record of a checkpointed call, which passes the errors of its recomputations to a function first."""
-
-    on_error: Callable[[Exception], None]
-
-    def get_inputs(self) -> Any:
-        """Return the arguments. Raises an error if one of them was changed in place."""
-        try:
-            return super().get_inputs()  # type: ignore[no-untyped-call]
-        except Exception as error:
-            self.on_error(error)
-            raise
-
-    def check_recomputed_tensors_match(self, gid: Any) -> None:
-        """Raise `CheckpointError` if a recomputation saved other tensors than the forward, as torch's method does.
-
-        That method makes five Python calls for each tensor, a tenth of the calls of a step. So compare all tensors at
-        once, and let torch's method tell what differs.
-        """
-        recomputed = self.recomputed[gid].data.values()  # type: ignore[attr-defined]
-        # Autograd may have dropped a saved tensor: no backward needs it.
-        expected = [kind for kind, holder in zip(self.x_metadatas, self.weak_holders, strict=True) if holder()]
-        are_all = self.recomp_counter[gid] == len(self.weak_holders)
-        if are_all and list(map(self.metadata_fn, recomputed)) == expected:
-            return
-        try:
-            super().check_recomputed_tensors_match(gid)
-        except Exception as error:
-            self.on_error(error)
-            raise
-
-
-def run_watched(on_error: Callable[[Exception], None], function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that a checkpoint of torch runs, and pass errors of its recomputation to `on_error`.
-
-    These are errors that torch raises before and after it calls the function again. `on_error` may raise another one.
-    """
-    hooks = top_saved_tensor_hooks()
-    if hooks is None:  # nothing will be recomputed
-        return function(*args)
-    pack, unpack = hooks
-    frame = _frame_of(pack)
-    if frame is not None:
-        # torch has made the record already, and offers no way to make another kind of it.
-        frame.on_error = on_error
-        frame.__class__ = _WatchedFrame
-        if frame.metadata_fn is _default_metadata:
-            frame.metadata_fn = _metadata
-
-    @untraced
-    def unpack_watched(packed: Any) -> torch.Tensor:
-        if frame is not None:
-            # What torch's own hook does for all but the first tensor, in four Python calls.
-            backward = _running_backward()
-            handle = packed.handles.get(backward)
-            if handle is not None:
-                packed.handles[backward] = None
-                tensor: torch.Tensor = frame.recomputed[backward][handle]
-                return tensor
-        try:
-            return unpack(packed)
-        except Exception as error:
-            on_error(error)
-            raise
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_watched):
-        return function(*args)
-
-
-def run_again(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that a checkpoint of torch runs again in backward.
-
-    torch wraps its pack hook to keep torch.compile from tracing it: nine calls for every tensor that the function
-    saves. `untraced` has the same effect at no cost per call. torch 2.8 has no wrapper.
-    """
-    hooks = top_saved_tensor_hooks()
-    if hooks is None:
-        return function(*args)
-    pack, unpack = hooks
-    unwrapped = getattr(pack, "_torchdynamo_orig_callable", None)
-    if unwrapped is None:
-        return function(*args)
-    with torch.autograd.graph.saved_tensors_hooks(untraced(unwrapped), unpack):
-        return function(*args)
-
-
-def _frame_of(pack: Any) -> Any:
-    """Return the record that a pack hook of torch's checkpoint writes to; None if it is not as expected (torch 2.8)."""
-    # `pack` is a closure of `_checkpoint_hook.__init__` (torch/utils/checkpoint.py). Its cell holds the record.
-    for cell in pack.__closure__ or ():
-        frame = cell.cell_contents
-        if type(frame) is _WatchedFrame.__base__ and vars(frame).keys() >= _READ and hasattr(frame, "get_inputs"):
-            return frame
-    return None
-
-
 def is_in_place_error(error: Exception) -> bool:
     """Whether autograd raised an error because a saved tensor was changed in place."""
     # torch/csrc/autograd/saved_variable.cpp; it has no class of errors for it.
@@ -287,11 +128,6 @@ def add_note(error: Exception, text: str) -> None:
     """Add a note to an error, once. Python 3.10 has no notes: the text is logged."""
     if text not in getattr(error, "__notes__", ()):
         getattr(error, "add_note", log.error)(text)
-
-
-def are_of_a_checkpoint(hooks: SavedTensorHooks) -> bool:
-    """Whether hooks belong to a checkpoint (torch's, DeepSpeed's), which pairs tensors of two runs by number."""
-    return "checkpoint" in str(getattr(hooks[0], "__module__", ""))
 
 
 def refuses_hooks(error: RuntimeError) -> bool:

@@ -234,13 +234,13 @@ class Counted:
             self.ran = True
             # torch raises some errors outside of this function, before and after it calls it again in backward.
             name_block = functools.partial(_name_block, self.region.block)
-            return compat.torch.run_watched(name_block, self.state.run, self.fn, args)
+            return compat.checkpoint.run_watched(name_block, self.state.run, self.fn, args)
         self.region.recomputed += 1
         try:
             if self.trials is not None:
                 return self.trials.recompute(self._recomputation(args))
-            return compat.torch.run_again(self.state.recompute, self.fn, _cut(args))
-        except compat.torch.StopRecomputation:  # no error: torch ends a recomputation by it
+            return compat.checkpoint.run_again(self.state.recompute, self.fn, _cut(args))
+        except compat.checkpoint.StopRecomputation:  # no error: torch ends a recomputation by it
             raise
         except Exception as error:
             _name_block(self.region.block, error)

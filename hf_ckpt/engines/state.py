@@ -256,7 +256,7 @@ class ForwardState:
                     undo.enter_context(self.choices.running(again=True))
                 try:
                     return fn(*args)
-                except compat.torch.StopRecomputation:
+                except compat.checkpoint.StopRecomputation:
                     self._learn_what_is_left()
                     raise
         finally:

@@ -285,7 +285,7 @@ class OptimizerStates:
         """See steps of optimizers until `stop`, or until the model is gone."""
         if self._handle is None:
             # The model's end must end it, too: a hook of the process would live on, once for each model.
-            hook = compat.torch.call_before_optimizers(self._on_step)
+            hook = compat.optimizers.call_before(self._on_step)
             self._handle = weakref.finalize(base, hook.remove)
 
     def stop(self) -> None:
@@ -301,7 +301,7 @@ class OptimizerStates:
         self._sizes.clear()
         if not (self._new or have_more):
             return False
-        optimizers = compat.torch.optimizers_of(base)
+        optimizers = compat.optimizers.of_model(base)
         # A new one may take the place of another, whose state is gone, so that its own is no more than that was.
         older = held_bytes(devices, *(optimizer for optimizer in optimizers if optimizer not in self._new))
         before = min(self._bytes, older)
@@ -316,7 +316,7 @@ class OptimizerStates:
         # The step that follows makes the state. It is too early to read it, so the next batch does.
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
-            compat.torch.remember_optimizer(optimizer)
+            compat.optimizers.remember(optimizer)
             self._new.add(optimizer)
 
 
@@ -332,7 +332,7 @@ def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) ->
     if len(accelerators) > 1 and not isinstance(spec.budget, int):  # one card is full before the others are
         cards = " and ".join(map(str, accelerators))
         raise HfCkptError(f"`auto` and shares are for one card, but the model is on {cards}. Give bytes instead.")
-    held = held_bytes(devices, base, *compat.torch.optimizers_of(base))
+    held = held_bytes(devices, base, *compat.optimizers.of_model(base))
     memory = device_memory(held, devices)
     budget = budget_bytes(spec.budget, memory.total_bytes)
     if budget > memory.total_bytes:

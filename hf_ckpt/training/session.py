@@ -142,7 +142,7 @@ class Recorder:
         """How many graphs torch.compile had made when the step began."""
         handles: list[Any] = [self.boundaries]
         if levels.reader is not None:
-            handles += compat.torch.call_around_optimizers(levels.reader.start, self._after_optimizer)
+            handles += compat.optimizers.call_around(levels.reader.start, self._after_optimizer)
         # The finalizer must not refer to the recorder, which refers to the record and so to the model's blocks.
         self._end = weakref.finalize(base, _remove, handles, levels)
         self._end.atexit = False  # at the end of the process there is nothing to clean up for
@@ -572,7 +572,7 @@ class Session:
             levels = Levels(clock=DeviceClock(self._devices))
         else:
             # All that lives while the step begins must be known to a count of live tensors, which sees only new ones.
-            optimizers = compat.torch.optimizers_of(base)
+            optimizers = compat.optimizers.of_model(base)
             levels = Levels(reader_for(self._devices, base, {"batch": (args, kwargs)}, *optimizers))
         self.recorder = Recorder(record, base, modules, levels)
         record.set_trials(planned.tries, self.recorder.boundaries.mark)

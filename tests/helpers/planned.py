@@ -34,7 +34,7 @@ def without_state(model):
 
 def known(optimizer):
     """Register the optimizer with hf_ckpt, as its first step would."""
-    compat.torch.remember_optimizer(optimizer)
+    compat.optimizers.remember(optimizer)
     return optimizer
 
 

@@ -69,7 +69,7 @@ class Rebuilding:
 
     def __call__(self, *args: Any) -> Any:
         hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
-        if hooks is None or not compat.torch.are_of_a_checkpoint(hooks):  # it runs for what it returns
+        if hooks is None or not compat.checkpoint.are_of_a_checkpoint(hooks):  # it runs for what it returns
             return self.fn(*args)
         checkpoint_pack, checkpoint_unpack = hooks
         # torch's checkpoint matches the tensors that the forward saves with those of the recomputation, by their order.

@@ -97,7 +97,7 @@ class RebuildRegion(Region):
         self.dropped_tensors = 0
         outer = compat.torch.top_saved_tensor_hooks()
         # torch's checkpoint lets each tensor be unpacked once. Here, one kept tensor serves several operations.
-        if outer is not None and compat.torch.are_of_a_checkpoint(outer):
+        if outer is not None and compat.checkpoint.are_of_a_checkpoint(outer):
             warn_once(log, "hf_ckpt: `selective` drops nothing in blocks that another checkpoint runs again.")
             return fn(*args)
         store = None if outer is None else _without_graphs(outer)

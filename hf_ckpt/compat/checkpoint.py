@@ -1,0 +1,127 @@
+"""`torch.utils.checkpoint`: its record of a checkpointed call, and errors of recomputations."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from hf_ckpt.compat.private import private
+from hf_ckpt.compat.torch import SavedTensorHooks, top_saved_tensor_hooks, untraced
+
+StopRecomputation: type[Exception] = private("torch.utils.checkpoint._StopRecomputationError")
+"""The exception by which torch ends a recomputation as soon as it has made every tensor that backward needs."""
+_READ = frozenset({"metadata_fn", "recomp_counter", "recomputed", "weak_holders", "x_metadatas"})
+"""Attributes of torch's record of a checkpointed call that `_WatchedFrame` reads."""
+
+
+_default_metadata = private("torch.utils.checkpoint._default_meta_extractor")
+_metadata = operator.attrgetter("shape", "dtype", "device")
+"""Returns the same as `_default_metadata`, without a Python call: torch needs it twice for every saved tensor."""
+
+
+_running_backward = private("torch._C._current_graph_task_id")
+
+
+class _WatchedFrame(torch.utils.checkpoint._CheckpointFrame):
+    """torch's record of a checkpointed call, which passes the errors of its recomputations to a function first."""
+
+    on_error: Callable[[Exception], None]
+
+    def get_inputs(self) -> Any:
+        """Return the arguments. Raises an error if one of them was changed in place."""
+        try:
+            return super().get_inputs()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self.on_error(error)
+            raise
+
+    def check_recomputed_tensors_match(self, gid: Any) -> None:
+        """Raise `CheckpointError` if a recomputation saved other tensors than the forward, as torch's method does.
+
+        That method makes five Python calls for each tensor, a tenth of the calls of a step. So compare all tensors at
+        once, and let torch's method tell what differs.
+        """
+        recomputed = self.recomputed[gid].data.values()  # type: ignore[attr-defined]
+        # Autograd may have dropped a saved tensor: no backward needs it.
+        expected = [kind for kind, holder in zip(self.x_metadatas, self.weak_holders, strict=True) if holder()]
+        are_all = self.recomp_counter[gid] == len(self.weak_holders)
+        if are_all and list(map(self.metadata_fn, recomputed)) == expected:
+            return
+        try:
+            super().check_recomputed_tensors_match(gid)
+        except Exception as error:
+            self.on_error(error)
+            raise
+
+
+def run_watched(on_error: Callable[[Exception], None], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that a checkpoint of torch runs, and pass errors of its recomputation to `on_error`.
+
+    These are errors that torch raises before and after it calls the function again. `on_error` may raise another one.
+    """
+    hooks = top_saved_tensor_hooks()
+    if hooks is None:  # nothing will be recomputed
+        return function(*args)
+    pack, unpack = hooks
+    frame = _frame_of(pack)
+    if frame is not None:
+        # torch has made the record already, and offers no way to make another kind of it.
+        frame.on_error = on_error
+        frame.__class__ = _WatchedFrame
+        if frame.metadata_fn is _default_metadata:
+            frame.metadata_fn = _metadata
+
+    @untraced
+    def unpack_watched(packed: Any) -> torch.Tensor:
+        if frame is not None:
+            # What torch's own hook does for all but the first tensor, in four Python calls.
+            backward = _running_backward()
+            handle = packed.handles.get(backward)
+            if handle is not None:
+                packed.handles[backward] = None
+                tensor: torch.Tensor = frame.recomputed[backward][handle]
+                return tensor
+        try:
+            return unpack(packed)
+        except Exception as error:
+            on_error(error)
+            raise
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_watched):
+        return function(*args)
+
+
+def run_again(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that a checkpoint of torch runs again in backward.
+
+    torch wraps its pack hook to keep torch.compile from tracing it: nine calls for every tensor that the function
+    saves. `untraced` has the same effect at no cost per call. torch 2.8 has no wrapper.
+    """
+    hooks = top_saved_tensor_hooks()
+    if hooks is None:
+        return function(*args)
+    pack, unpack = hooks
+    unwrapped = getattr(pack, "_torchdynamo_orig_callable", None)
+    if unwrapped is None:
+        return function(*args)
+    with torch.autograd.graph.saved_tensors_hooks(untraced(unwrapped), unpack):
+        return function(*args)
+
+
+def _frame_of(pack: Any) -> Any:
+    """Return the record that a pack hook of torch's checkpoint writes to; None if it is not as expected (torch 2.8)."""
+    # `pack` is a closure of `_checkpoint_hook.__init__` (torch/utils/checkpoint.py). Its cell holds the record.
+    for cell in pack.__closure__ or ():
+        frame = cell.cell_contents
+        if type(frame) is _WatchedFrame.__base__ and vars(frame).keys() >= _READ and hasattr(frame, "get_inputs"):
+            return frame
+    return None
+
+
+def are_of_a_checkpoint(hooks: SavedTensorHooks) -> bool:
+    """Whether hooks belong to a checkpoint (torch's, DeepSpeed's), which pairs tensors of two runs by number."""
+    return "checkpoint" in str(getattr(hooks[0], "__module__", ""))
