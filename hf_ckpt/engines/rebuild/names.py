@@ -52,7 +52,7 @@ class Names:
         self.weights: dict[int, str] = {}
         """Memory of a parameter -> name of its module. By memory, because autograd returns another tensor object."""
         for module in paths.values():
-            for parameter in filter(None.__ne__, module._parameters.values()):
+            for parameter in [each for each in module._parameters.values() if each is not None]:
                 self.weights[_memory(parameter)] = self._of_module[id(module)]
         self._known: dict[Any, list[str]] = {}
 
