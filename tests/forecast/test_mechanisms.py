@@ -1,0 +1,120 @@
+"""What libraries do to a training's memory, one test each: without it, a forecast would be of another training."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+import yaml
+
+import hf_ckpt
+from hf_ckpt.forecast.forecast import Forecaster
+from hf_ckpt.forecast.model import model_of_workload
+from hf_ckpt.forecast.question import Question, question
+from hf_ckpt.models.tiny import tiny_model
+
+CONFIG = tiny_model("llama", layers=2).config
+CONFIG.architectures = ["LlamaForCausalLM"]
+
+
+def parts_of(**fields):
+    """What fills the peak of a training of a small LLaMA."""
+    return hf_ckpt.predict(CONFIG, tokens=16, device="a10", budget="1GiB", **fields).parts
+
+
+def test_ddp_copies_gradients_into_buckets():
+    """On several ranks only, one copy of all gradients; FSDP2 has none."""
+    name = "copies of gradients in DDP's buckets"
+    weights = parts_of()["weights"]
+    assert parts_of()[name] == 0
+    assert parts_of(ranks=2)[name] == weights
+    assert parts_of(ranks=2, parallel="fsdp2")[name] == 0
+
+
+def test_the_reference_of_dpo_has_a_copy_in_the_type_of_autocast():
+    """The second model has weights of its own; autocast casts them, and these copies are alive during the forward."""
+    weights = parts_of(dtype="float32")["weights"]
+    assert parts_of(dtype="float32", trainer="dpo", autocast="none")["weights"] == 2 * weights
+    assert parts_of(dtype="float32", trainer="dpo")["weights"] == 2 * weights + weights // 2
+    assert parts_of(dtype="bfloat16", trainer="dpo")["weights"] == weights  # in 16 bits already
+
+
+@pytest.mark.parametrize(("trainer", "dtype"), [(None, torch.float32), ("sft", torch.bfloat16)])
+def test_trl_casts_the_adapters_of_a_quantised_base(trainer, dtype):
+    model = model_of_workload(Question("llama", lora=4, load_in_4bit=True, trainer=trainer), CONFIG)
+    trained = [parameter for parameter in model.base.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in trained} == {dtype}
+    assert {tensor.element_bytes for tensor in model.tensors if tensor.trainable} == {dtype.itemsize}
+
+
+@pytest.mark.parametrize(("trainer", "shares"), [("sft", {0.5}), ("dpo", set())])
+def test_dpo_turns_off_the_dropout_of_adapters(trainer, shares):
+    model = model_of_workload(Question("llama", lora=4, lora_dropout=0.5, trainer=trainer), CONFIG)
+    dropouts = [module for module in model.base.modules() if isinstance(module, torch.nn.Dropout)]
+    assert {module.p for module in dropouts if module.p} == shares
+
+
+def test_no_block_is_skipped_at_random():
+    """Each block is measured in a single step, so all of them must run."""
+    small = {"hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 4, "vocab_size": 64, "word_embed_proj_dim": 32}
+    config = transformers.OPTConfig(**small, num_hidden_layers=4, layerdrop=0.9, architectures=["OPTForCausalLM"])
+    model = model_of_workload(Question("opt"), config)
+    shares = {module.layerdrop for module in model.base.modules() if hasattr(module, "layerdrop")}
+    assert shares == {0.0}
+    assert config.layerdrop == 0.9
+
+
+def test_flash_attention_takes_packed_rows_without_a_mask():
+    """Others get a mask of tokens x tokens, one byte each."""
+    asked = {"batch": 4, "packing": True, "tokens": 128, "device": "a10", "budget": "1GiB"}
+    flash, plain = (
+        hf_ckpt.predict(CONFIG, **asked, attention=attention).usual[0].peak_bytes
+        for attention in ("flash_attention_2", "sdpa")
+    )
+    assert plain - flash >= (4 * 128) ** 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [({"trainer": "sft", "autocast": "none"}, False), ({"trainer": "sft"}, True), ({"autocast": "none"}, None)],
+)
+def test_a_trainer_of_trl_is_told_not_to_autocast(fields, written):
+    """Its configs turn `bf16` on by default."""
+    found = hf_ckpt.predict(CONFIG, tokens=16, device="a10", budget="1GiB", **fields)
+    assert yaml.safe_load(found.write["Training arguments (YAML)"]).get("bf16") is written
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        (
+            {"model": "mini-llama", "batch": 2, "tokens": 256, "device": "a10"},
+            {"plan with the head in chunks", "smaller batch", "shorter sequences", "8-bit optimizer", "LoRA"}
+            | {"LoRA, base in 4 bits", "8 ranks under FSDP2"},
+        ),
+        (
+            {"model": "mini-llama", "batch": 1, "tokens": 1024, "lora": 4, "load_in_4bit": True, "device": "a10"},
+            {"plan with the head in chunks", "without PEFT's preparation", "shorter sequences"},
+        ),
+        ({"model": "mini-llama", "tokens": 64, "ranks": 2, "device": "a10"}, {"more shared by ranks", "LoRA"}),
+    ],
+)
+@pytest.mark.long
+def test_what_lowers_the_peak_is_suggested(fields, names):
+    """With a budget a little below the lowest peak, each change that helps has a row, which fits."""
+    floor = Forecaster(question(fields)).answer().floor_bytes
+    rows = Forecaster(question({**fields, "budget": f"{floor - 2**16}B"})).answer().rows
+    assert {row.name for row in rows} >= names
+    assert all(row.fits for row in rows)
+
+
+@pytest.mark.long
+def test_libraries_are_quiet():
+    """PEFT warns of names that it corrects itself, transformers of what is deprecated, bitsandbytes of kernels."""
+    words = [sys.executable, "-W", "default", "-m", "hf_ckpt.cli.main", "plan", "gpt2", "--lora", "4", "--load-in-4bit"]
+    done = subprocess.run([*words, "--device", "a10"], capture_output=True, text=True)
+    assert done.returncode == 0
+    loud = [line for line in done.stderr.splitlines() if "peft" in line or "transformers" in line.partition(": ")[0]]
+    assert not loud
+    assert "hf-ckpt: reading the model" in done.stderr
