@@ -9,16 +9,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
-from hf_ckpt.forecast.answer import print_forecast
+from hf_ckpt.forecast.answer import print_comparison, print_forecast
 from hf_ckpt.forecast.question import FIELDS, Question, question
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
+
+_AGAINST = "a training file, or options in quotes: compare the lowest peaks of the two, part by part"
 
 
 def add(verbs: Any) -> None:
@@ -30,6 +33,7 @@ def add(verbs: Any) -> None:
     plan.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=model)
     add_options(plan)
     plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments, YAML or JSON; options win")
+    plan.add_argument("--against", metavar="OTHER", help=_AGAINST)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
 
@@ -42,11 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         refuse_unwritable(arguments.out, SUFFIXES)  # not only after minutes of planning
     quiet_libraries(to_plan=True)
-    training, program = _read_config(arguments)
+    training, program = _read_config(options_of(arguments), arguments.config)
     console = make_console(stderr=arguments.json)  # stdout is then JSON, whole and alone
     print_progress(f"{training.model}: loading torch and transformers")
     from hf_ckpt.forecast.forecast import Forecaster
 
+    if arguments.against is not None:
+        return _compare(arguments, training, console)
     saved_as = {} if arguments.out is None else {"saved_as": str(arguments.out)}
     forecast = Forecaster(training, print_progress, **saved_as).answer()
     if program and forecast.plan:  # its files have other keys than `TrainingArguments`
@@ -65,19 +71,40 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if forecast.fits else 2
 
 
-def _read_config(arguments: argparse.Namespace) -> tuple[Question, str]:
-    """Return the question of the options and of a training file, and the file's owner. Findings go to stderr."""
+def _compare(arguments: argparse.Namespace, training: Question, console: Any) -> int:
+    """Print the lowest peaks of two questions side by side. Returns 0."""
+    from hf_ckpt.forecast.forecast import comparison
+
     options = options_of(arguments)
-    if arguments.config is None:
+    if Path(arguments.against).is_file():
+        shared = {name: value for name, value in options.items() if name in ("device", "budget")}
+        other, _ = _read_config(shared, Path(arguments.against))
+    else:
+        parser = argparse.ArgumentParser(prog="hf-ckpt plan --against", add_help=False)
+        parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
+        add_options(parser)
+        changed = parser.parse_args(shlex.split(arguments.against))
+        other, _ = _read_config({**options, **options_of(changed)}, arguments.config)
+    found = comparison(training, other, print_progress)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_comparison(found, console)
+    return 0
+
+
+def _read_config(options: dict[str, Any], config: Path | None) -> tuple[Question, str]:
+    """Return the question of the options and of a training file, and the file's owner. Findings go to stderr."""
+    if config is None:
         return question(options), ""
-    print_progress(f"reading {arguments.config}")
+    print_progress(f"reading {config}")
     from hf_ckpt.doctor.rules import diagnose
     from hf_ckpt.doctor.trainings import fields_of, read_training
 
-    training = read_training([arguments.config])
+    training = read_training([config])
     owner = training.owner
-    print(f"hf-ckpt: {arguments.config}: a file of {training.owners[str(arguments.config)]}", file=sys.stderr)
+    print(f"hf-ckpt: {config}: a file of {training.owners[str(config)]}", file=sys.stderr)
     for finding in diagnose(training):
-        print(f"hf-ckpt: {arguments.config}: {finding.where}: {finding.what}", file=sys.stderr)
+        print(f"hf-ckpt: {config}: {finding.where}: {finding.what}", file=sys.stderr)
     program = owner.name if owner.needs else ""
     return question(fields_of(training, options)), program

@@ -135,6 +135,23 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
         console.print(table)
 
 
+def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
+    """Print what `forecast.comparison` returns: what fills two peaks, and how far each change leads to the other."""
+    from rich.table import Column, Table
+
+    for heading, names in (("what fills the lowest peak", "parts"), ("the first with one change", "changes")):
+        rows = comparison[names]
+        if not rows:
+            continue
+        print_plain(console, heading)
+        titles = ("first", "second", "difference") if names == "parts" else ("lowest peak", "difference")
+        table = Table("", *(Column(title, justify="right") for title in titles))
+        for name, *sizes in rows:
+            first = comparison["peaks"][0] if names == "changes" else sizes[0]
+            table.add_row(name, *map(format_bytes, sizes), format_bytes(sizes[-1] - first))
+        console.print(table)
+
+
 def answer_of(training: Question, device: Device, row: Row, budget_bytes: int, memory_bytes: int) -> str:
     """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
 

@@ -136,6 +136,29 @@ def largest_within(peak_of: Callable[[int], int], limit: int) -> dict[int, int]:
     return peaks
 
 
+def comparison(first: Question, second: Question, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Return why one training needs more memory than another: the parts of both lowest peaks, and single changes.
+
+    The lists have rows: `parts` the name of a part and its bytes in both, `changes` the options of one field in which
+    the questions differ, and the lowest peak in bytes of the first question with it. Changes that are refused alone are
+    left out. `peaks` are the two lowest peaks.
+    """
+    lowest = [Forecaster(asked, tell).lowest() for asked in (first, second)]
+    names = dict.fromkeys(name for forecast in lowest for name in forecast.parts)
+    parts = [[name, *(forecast.parts.get(name, 0) for forecast in lowest)] for name in names]
+    peaks = [forecast.floor_bytes for forecast in lowest]
+    rows = [row for row in parts if any(row[1:])]
+    changes: list[list[Any]] = []
+    differing = [name for name in FIELDS if getattr(first, name) != getattr(second, name)]
+    for name in differing if len(differing) > 1 else ():
+        with contextlib.suppress(HfCkptError):
+            change: dict[str, Any] = {name: getattr(second, name)}
+            peak = Forecaster(dataclasses.replace(first, **change), tell).lowest().floor_bytes
+            words = [f"without {FIELDS[name].flag}"] if change[name] is None else FIELDS[name].words(change[name])
+            changes.append([" ".join(words), peak])
+    return {"parts": [*rows, ["peak", *peaks]], "changes": changes, "peaks": peaks}
+
+
 class Forecaster:
     """Answers a question, and similar ones. It measures each training once.
 
@@ -187,8 +210,8 @@ class Forecaster:
                 raise
             # Not an error for who asks "what would fit?": the page and the command show what the lowest peak consists
             # of, and what fits with one change.
-            costs, choice = choice_within(self.candidates(self.training), error.floor_bytes)
-            lowest = self._forecast(costs, choice, self.budget)
+            lowest = self.lowest()
+            costs = self.costs_of(self.training)
             rows_of_spec, of_spec = self._spec_rows()
             notes = (
                 *error.notes,
@@ -213,6 +236,11 @@ class Forecaster:
         rows_of_spec, notes = self._spec_rows()
         rows = (plan, *rows_of_spec, *splits, *faster, *usual)
         return dataclasses.replace(forecast, rows=rows, notes=(*margin, *forecast.notes, *notes))
+
+    def lowest(self) -> Forecast:
+        """Return the forecast of the plan with the lowest peak, whatever the budget is."""
+        candidates = self.candidates(self.training)
+        return self._forecast(*choice_within(candidates, peak_of_least(candidates)), self.budget)
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.

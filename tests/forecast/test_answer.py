@@ -181,6 +181,28 @@ def test_the_code_to_copy_makes_the_model_that_was_planned_for(tmp_path):
         assert sum(parameter.nbytes for parameter in model.parameters()) + scales == found.parts["weights"]
 
 
+def test_two_trainings_are_compared_part_by_part(folder, monkeypatch, capsys):
+    """A training file or options against a question: parts add up, and single changes are answers of their own."""
+    monkeypatch.chdir(folder)
+    words = ["plan", *[".", "--batch", "2", "--seq", "128", "--lora", "8", "--device", "a10", "--json", "--against"]]
+
+    def compared(other):
+        assert main([*words, other]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = compared("--batch 4 --dtype float32")
+    *parts, (_, *peaks) = found["parts"]
+    assert [sum(row[side] for row in parts) for side in (1, 2)] == peaks == found["peaks"]
+    assert [name for name, _ in found["changes"]] == ["--batch 4", "--dtype float32"]
+    assert all(found["peaks"][0] < peak < found["peaks"][1] for _, peak in found["changes"])
+    batch = Forecaster(question({"model": ".", "batch": 4, "tokens": 128, "lora": 8, "device": "a10"}))
+    assert found["changes"][0][1] == batch.lowest().floor_bytes
+    assert compared("--batch 4")["changes"] == []  # one change is the whole difference
+    assert "--optimizer adafactor" in dict(compared("axolotl.yaml")["changes"])
+    assert main([*words[:-2], "--against", "--batch 4"]) == 0
+    assert "what fills the lowest peak" in capsys.readouterr().out
+
+
 def test_what_the_figures_leave_out_is_said():
     """The KV cache of completions, and what ranks send."""
     asked = {"model": "mini-llama", "batch": 2, "device": "a10"}
