@@ -5,6 +5,7 @@ import re
 import shlex
 
 import pytest
+from helpers.experts import ONE_BY_ONE, experts
 from helpers.planned import model_of
 from helpers.tables import table
 
@@ -83,3 +84,9 @@ def test_devices_are_understood_as_people_write_them(row, name):
     assert all(device_named(device.title) is device for device in DEVICES.values())
     with pytest.raises(HfCkptError, match="'b300' is not a known device: use b200"):
         device_named("b300")
+
+
+@pytest.mark.skipif(ONE_BY_ONE is None, reason="transformers 4 has no other way to call experts")
+def test_experts_that_are_called_one_by_one_are_refused_by_name():
+    with pytest.raises(HfCkptError, match=r'one by one need experts_implementation="grouped_mm" or "batched_mm"'):
+        hf_ckpt.predict(experts("mixtral", ONE_BY_ONE), 2, tokens=16, budget="1GiB", device="cpu")
