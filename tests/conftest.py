@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import sys
 
+import numpy
 import pytest
 import torch
 import torch._dynamo
@@ -41,6 +43,28 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--backwards"):
         items.reverse()
+
+
+def seed():
+    """Let a test draw the same numbers whatever ran before it. Only on the CPU, so that no device is initialised."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(0)
+
+
+def pytest_collectstart():
+    seed()  # for what modules draw when they are imported
+
+
+def pytest_collection_finish():
+    """Collect what the imports have left, and never look at the rest again: many tests collect garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def the_same_random_numbers():
+    seed()
 
 
 @pytest.fixture(autouse=True)

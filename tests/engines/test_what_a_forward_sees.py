@@ -573,15 +573,41 @@ def test_linear_layers_are_rebuilt_under_the_switches_of_the_forward(monkeypatch
     assert set(seen) == {in_forward}
 
 
-def test_backwards_of_two_threads_draw_their_own_numbers():
+class WatchedLock:
+    """A lock that says when a second thread wants it."""
+
+    def __init__(self):
+        self.lock, self.threads, self.both = threading.RLock(), set(), threading.Event()
+
+    def arrive(self):
+        self.threads.add(threading.get_ident())
+        if len(self.threads) == 2:
+            self.both.set()
+
+    def __enter__(self):
+        self.arrive()
+        self.lock.acquire()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+def test_backwards_of_two_threads_draw_their_own_numbers(monkeypatch):
     """The generators belong to the process: without a lock, both recomputations would be inside at the same time."""
-    inside, in_backward = threading.Barrier(2), threading.Event()
+    lock, in_backward, inside, together = WatchedLock(), threading.Event(), set(), []
+    monkeypatch.setattr(compat.process_state, "_LOCK", lock)
 
     def meets(block, hidden, shift):
-        if in_backward.is_set():
-            with contextlib.suppress(threading.BrokenBarrierError):  # the other one is locked out
-                inside.wait(0.1)
-        return functional.dropout(work(block, hidden, shift), 0.5)
+        if not in_backward.is_set():
+            return functional.dropout(work(block, hidden, shift), 0.5)
+        inside.add(threading.get_ident())
+        lock.arrive()
+        assert lock.both.wait(60)  # the other thread waits for the lock, or is in here, too
+        together.append(len(inside))
+        try:
+            return functional.dropout(work(block, hidden, shift), 0.5)
+        finally:  # torch ends a recomputation by an exception
+            inside.remove(threading.get_ident())
 
     def run(model):
         in_backward.clear()
@@ -598,6 +624,7 @@ def test_backwards_of_two_threads_draw_their_own_numbers():
         return outcomes
 
     same_under("full", run, lambda: custom_model(meets), times=2)
+    assert set(together) == {1}
 
 
 # --- what a block is given --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.compat
 ROWS = table(__file__, "models.yaml")
@@ -117,19 +117,18 @@ def everything_about(model):
     return snapshot(model), numbers, model.config.to_dict(), torch.get_rng_state().tolist(), hf_ckpt.describe(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_forecast_changes_nothing_of_a_live_model(family):
     """And the plan on the model changes nothing of the forecast."""
     model, calls = tiny_model(family, layers=3, dropout=0.1), []
-    asked = {"tokens": 16, "device": "h100", "architecture": type(model).__name__}
-    plain = hf_ckpt.predict(model.config, 2, **asked).to_dict()
+    asked = {"tokens": 16, "device": "h100"}
+    plain = hf_ckpt.predict(model, 2, **asked).to_dict()
     planned(model, {"policy": "selective", "rules": [{"layers": "1", "policy": "full"}]})
     expected = step(model, tiny_batch(family))
     for module in find_blocks(model).modules.values():
         module.register_forward_hook(lambda *_: calls.append("forward"))
     before = everything_about(model)
-    assert hf_ckpt.predict(model.config, 2, **asked).to_dict() == plain
-    hf_ckpt.predict(model, 2, tokens=16, device="h100")
+    assert hf_ckpt.predict(model, 2, **asked).to_dict() == plain
     assert everything_about(model) == before
     assert not calls
     assert installation(model).enabled

@@ -261,7 +261,10 @@ def test_predicted_peaks_are_those_of_real_steps(name, plan, folder):
     assert plan.startswith("keep") or peak < counted(name, "keep", folder)[0]
 
 
-@pytest.mark.parametrize(("name", "helps"), [("llama", True), ("head in chunks", False), ("dpo, adapters off", False)])
+@pytest.mark.parametrize(
+    ("name", "helps"),
+    [("llama", True), ("head in chunks", False), pytest.param("dpo, adapters off", False, marks=pytest.mark.long)],
+)
 def test_the_head_in_chunks_is_advised_where_the_loss_calls_the_whole_head(name, helps, folder):
     """The trainers of TRL use its weight."""
     assert costs_of(name, folder).chunks_help == helps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 
 import torch
 import transformers
@@ -98,10 +97,8 @@ def trained(make) -> Run:
         set_seed(3)
         trainer = make(watch)
         trainer.remove_callback(transformers.PrinterCallback)
-        gc.freeze()  # a Trainer collects garbage before it trains, which would take longer than the training
         with counted_calls(trainer.model, only_training=True) as computed:
             trainer.train()
-        gc.unfreeze()
     tensors = [*watch.gradients, dict(trainer.model.named_parameters())]
     return Run(trainer.model, logs_of(trainer), tensors, computed, messages)
 

@@ -4,7 +4,6 @@ happened. Errors are artificial; results are compared bit by bit, and operations
 import contextlib
 import copy
 import functools
-import gc
 import json
 import random
 import sys
@@ -46,15 +45,6 @@ HEAD = "the head in chunks"
 def host_memory(monkeypatch):
     """Pretend that the CPU has host memory: these tests check only that plans offload."""
     monkeypatch.setattr(guarding, "lane_of", lambda device: device)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_to_collect():
-    """Hide objects of other tests from the garbage collector, which runs after every failure."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class FailingAllocator(TorchDispatchMode):
