@@ -17,7 +17,7 @@ from ways import CHECKED, COMPILED, OURS, OURS_COMPILED
 HERE = Path(__file__).resolve().parent
 UNITS = {"GB": 10**9, "GiB": 2**30}
 ROOT = HERE.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), HERE / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), HERE / "README.md"]
 BUDGETS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Shares of the way from the lowest peak of any plan to the peak without checkpointing."""
 
@@ -137,6 +137,21 @@ def ahead() -> str:
     return markdown(("training", "plan is fastest", "step time / fastest other"), lines)
 
 
+SHOWN = ("selective", "selective, save attention", "SAC, all matmuls + attention", "full", "every_n_layers: 2 (HF)")
+
+
+def kept() -> str:
+    """What a forward leaves for backward, and the step time, both over those of no checkpointing."""
+    lines = []
+    for training, name in {"": "peers", ", LoRA": "peers-lora", ", dropout": "peers-dropout"}.items():
+        for model, case in read(name).good.items():
+            rows = {row["name"]: row for row in timed(case)}
+            shares = [rows[way]["saved_bytes"] / rows["none"]["saved_bytes"] for way in SHOWN]
+            cells = [f"{share:.2f}, {times(rows[way])}" for way, share in zip(SHOWN, shares, strict=True)]
+            lines.append((model.removesuffix("-dropout") + training, *cells))
+    return markdown(("model", *SHOWN), lines)
+
+
 def gpu_cells(row: Case) -> dict[str, str]:
     """What tables show of a row of `gpu.py`. `-` stands for what was not measured, or cannot be."""
     gib = lambda key: f"{row[key] / 2**30:.2f} GiB" if key in row else "-"  # noqa: E731
@@ -177,6 +192,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "peers": lambda: budgets_table(read("peers"), (0.3, 0.5, 0.7)),
     "ahead": ahead,
     "compiled": lambda: every_way(read("compiled")),
+    "kept": kept,
     "published": published,
     "gpu": lambda: gpu_table(Results.read(HERE / "gpu.json"), "table", ("way", "step", "of none", "peak")),
 }
