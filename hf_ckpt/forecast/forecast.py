@@ -39,6 +39,10 @@ REFUSED = 2**62
 """The peak of a question that is refused, such as sequences that are longer than the model takes."""
 UNIT_TOKENS = 128
 """The lengths that are compared for the longest that fits are multiples of this."""
+COMPILED_NOTE = (
+    'compiled blocks are not predicted: {{"compile": "blocks", "share": 0}} needs about the {peak} of `full` or less, '
+    "and was faster than every eager plan on an H200 (docs/comparison.md)"
+)
 SHORTER = "shorter sequences"
 """The name of the rows with fewer tokens."""
 
@@ -281,6 +285,7 @@ class Forecaster:
             notes=(
                 *costs.notes,
                 *self._notes_beside(costs),
+                *self._compiled_note(plan, usual[f"full{label}"]),
                 *([NEEDS_PLAN.format(**self._saved)] if row.spec == self._saved else []),
             ),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
@@ -290,6 +295,11 @@ class Forecaster:
             timeline=moments,
             within=self.within,
         )
+
+    def _compiled_note(self, plan: Plan, full: Plan) -> Iterator[str]:
+        """A note on compiled blocks, for which no figures are predicted, if the plan recomputes something."""
+        if plan.active() and full.prediction and self.device.name != "cpu" and not self.training.sharded:
+            yield COMPILED_NOTE.format(peak=format_bytes(full.prediction.peak_bytes))
 
     def _notes_beside(self, costs: Costs) -> Iterator[str]:
         """Notes on what the figures leave out: the KV cache while completions are generated, and communication."""

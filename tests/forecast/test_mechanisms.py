@@ -85,6 +85,14 @@ def test_a_trainer_of_trl_is_told_not_to_autocast(fields, written):
     assert yaml.safe_load(found.write["Training arguments (YAML)"]).get("bf16") is written
 
 
+def test_compiled_blocks_are_mentioned_where_blocks_are_recomputed():
+    """Not where nothing is to be gained, and not on a CPU, where they were not measured."""
+    asked = {"model": "mini-llama", "batch": 4, "tokens": 256}
+    for device, budget, said in (("a10", "320MiB", True), ("a10", "1GiB", False), ("cpu", "320MiB", False)):
+        forecast = hf_ckpt.predict(**asked, device=device, budget=budget)
+        assert any('"share": 0' in note for note in forecast.notes) is said
+
+
 @pytest.mark.parametrize(
     ("config", "fields", "names"),
     [
