@@ -51,6 +51,23 @@ def ranks_recompute_together(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
+def zero3_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that step inside the optimizer step of ZeRO-3, which all ranks do together."""
+    zero: Any = next((getattr(parameter, "_z3_optimizer", None) for parameter in model.parameters()), None)
+    inner = [getattr(zero, name, None) for name in ("optimizer", "backup_optimizer")]
+    return [optimizer for optimizer in inner if isinstance(optimizer, torch.optim.Optimizer)]
+
+
+def why_no_common_step(model: nn.Module) -> str:
+    """Return why ranks under ZeRO-3 do not all call the optimizer in the same steps; empty if they do."""
+    if not zero3_optimizers(model):
+        return "no optimizer of torch's kind steps in DeepSpeed's engine"
+    zero: Any = next(model.parameters())._z3_optimizer  # type: ignore[attr-defined]
+    if getattr(zero, "torch_autocast_gradscaler", None):  # each rank skips a step by itself
+        return "DeepSpeed's `torch_autocast` in float16 skips steps on some ranks only"
+    return "ZenFlow steps in other threads" if getattr(zero, "zenflow", False) else ""
+
+
 def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
     """Return this rank's flat parameters under FSDP1; `parameters()` may return views of them."""
     handles: list[Any] = [getattr(module, "_handle", None) for module in model.modules()]

@@ -352,12 +352,13 @@ def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) ->
     return budget
 
 
-def refuse_unplannable(base: nn.Module, policy: str) -> None:
-    """Raise `HfCkptError` if ranks must recompute the same blocks."""
-    if compat.distributed.ranks_recompute_together(base):
+def refuse_without_common_step(base: nn.Module, policy: str) -> None:
+    """Raise `HfCkptError` if ranks under ZeRO-3 have no optimizer step in which all of them could agree on a plan."""
+    reason = compat.distributed.why_no_common_step(base)
+    if reason:
         raise HfCkptError(
-            f"policy: {policy} cannot plan for this run: under ZeRO-3 all ranks must recompute the same blocks, and "
-            "each plans for its own batches. Give `full` or `selective`, or a saved plan."
+            f"policy: {policy} cannot plan for this run: under ZeRO-3 all ranks must recompute the same blocks. They "
+            f"agree on them in the optimizer's step, but {reason}. Give `full` or `selective`, or a saved plan."
         )
 
 

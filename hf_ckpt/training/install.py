@@ -27,6 +27,7 @@ from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec, SpecLike
+from hf_ckpt.training.ranks import session_for
 from hf_ckpt.training.session import Session
 from hf_ckpt.training.watch import Watch
 
@@ -213,7 +214,7 @@ class Decider:
         session: Session | None = None
         if spec.is_planned:
             if not isinstance(record.session, Session):
-                record.session = Session(base, record)
+                record.session = session_for(base, record)
             session = record.session
             session.on_batch(record, running, stack, args, kwargs)
         # After the session, whose measurements it leaves alone.

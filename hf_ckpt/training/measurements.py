@@ -248,6 +248,10 @@ class Measurements:
         form = _form(measured[min(measured, key=lambda length: abs(math.log(length)))])
         return {length: step for length, step in measured.items() if _form(step) == form}
 
+    def knows(self, batch: Batch) -> bool:
+        """Whether there are costs for a batch, or a bound for them."""
+        return bool(self._beside(batch, self.references)) or self.nearest(batch) is not None
+
     def lacks_forwards(self, batch: Batch) -> bool:
         """Whether the step of a batch must be measured: the first ones of a length, and those much longer or shorter
         than all others."""

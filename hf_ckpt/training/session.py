@@ -145,6 +145,8 @@ class Recorder:
             handles += compat.optimizers.call_around(levels.reader.start, self._after_optimizer)
         # The finalizer must not refer to the recorder, which refers to the record and so to the model's blocks.
         self._end = weakref.finalize(base, _remove, handles, levels)
+        self.is_stored = False
+        """Whether what it has shown is stored, but for what the optimizer's step needs."""
         self._end.atexit = False  # at the end of the process there is nothing to clean up for
         self.begin_forward()
         levels.mark("begin")
@@ -212,7 +214,6 @@ class Session:
     """
 
     def __init__(self, base: nn.Module, record: Installation) -> None:
-        conditions.refuse_unplannable(base, record.spec.policy)
         blocks = find_blocks(base)
         self._base = weakref.ref(base)
         self._spec = record.spec
@@ -383,6 +384,11 @@ class Session:
         self._limit_bytes = int(SHARE_AFTER_FAILURE * peak_bytes)
         self.plans.clear()
         return f"plans for at most {format_bytes(self._limit_bytes)}"
+
+    @property
+    def base(self) -> nn.Module | None:
+        """The model, plain; None if it does not exist any more."""
+        return self._base()
 
     @property
     def measuring(self) -> str | None:
@@ -609,6 +615,16 @@ class Session:
         if record.passes != self._passes:  # it may be that of an evaluation
             outside_peak_bytes = 0
         self._passes = record.passes
+        if not recorder.is_stored:
+            return alive_bytes if self._store(recorder, outside_peak_bytes) else None
+        if alive_bytes is not None:
+            assert self.planned is not None
+            self._measurements.learn_start(self.planned.batch, alive_bytes, outside_peak_bytes)
+        return None
+
+    def _store(self, recorder: Recorder, outside_peak_bytes: int) -> bool:
+        """Store what a step has shown. Returns whether it was measured."""
+        recorder.is_stored = True
         step = recorder.step(outside_peak_bytes)
         if step is None:
             if saves_nothing(recorder.levels.levels()):
@@ -616,14 +632,14 @@ class Session:
             elif recorder.had_backward or self._optimizers.has_stepped:  # else it was no step, but a forward
                 self._failed()
                 self._judge_unusable(recorder)
-            return None
+            return False
         self._failures = 0
         # A head whose weight FSDP frees between calls cannot run in chunks.
         self._chunks_help = recorder.boundaries.chunks_help and self._spec.head == "full" and not self._state.is_sharded
         assert self.planned is not None
         self._forwards.learn(self.planned.batch.state)
         self._learn(self.planned, recorder, step)
-        return alive_bytes
+        return True
 
     def _keep_all(self) -> None:
         """Plan for a batch whose blocks save nothing: `keep` on all of them, which has nothing to predict."""
@@ -733,11 +749,7 @@ class Session:
 
     def _enter(self, batch: Batch) -> Entered:
         """The fastest plan for a batch, or the one with the lowest peak, and the best simple ones that need no more."""
-        device = this_device(self._devices)
-        costs = self._measurements.costs(batch)
-        costs = dataclasses.replace(costs, has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help)
-        host = device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget
-        with_host = with_offloading(costs, *host, self._measurements.fixed)
+        with_host = self._costs_with_host(batch)
         limit = self._limit_bytes
         first, hints = self._entrant(self._actions, with_host, limit)
         entrants = [first]
@@ -752,6 +764,14 @@ class Session:
                 if not hints_of_entrant:  # it fits
                     entrants.append(entrant)
         return Entered(batch, tuple(entrants), tuple(hints))
+
+    def _costs_with_host(self, batch: Batch) -> list[Costs]:
+        """The costs for a batch, with each of the actions that offload, if there is host memory."""
+        device = this_device(self._devices)
+        costs = self._measurements.costs(batch)
+        costs = dataclasses.replace(costs, has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help)
+        host = device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget
+        return with_offloading(costs, *host, self._measurements.fixed)
 
     def _entrant(self, allowed: Actions, costs: Sequence[Costs], limit: int) -> tuple[Entrant, Sequence[str]]:
         """The fastest plan with these costs, and what would lower its peak, if that is above a limit, in bytes."""

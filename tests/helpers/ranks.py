@@ -19,7 +19,8 @@ class Case:
 
     by: str
     """`ddp`, `fsdp1`, `fsdp2`, `trainer` (with DDP), `zero2` or `zero3` (the Trainer with DeepSpeed), `accelerate`
-    (its own FSDP2), or `alone` (only the first rank trains)."""
+    (its own FSDP2), `engine` (ZeRO-3 of DeepSpeed's engine), `marked` (each rank by itself, with parameters that look as
+    under ZeRO-3), or `alone` (only the first rank trains)."""
     family: str = "llama"
     specs: tuple[dict[str, Any], ...] = ({"policy": "full"},)
     """One for each rank, or one for all."""
@@ -49,6 +50,10 @@ class Case:
     """The sequence length for each rank, or for all."""
     turns: bool = False
     """Whether lengths go on to the next rank after each forward."""
+    later: int = 0
+    """Tokens that the last rank has more in the second half of the steps."""
+    fails: bool = False
+    """Whether the last rank cannot plan."""
 
     @property
     def forwards(self) -> int:

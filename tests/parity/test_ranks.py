@@ -18,14 +18,14 @@ Results = list[dict[str, Any]]  # one dictionary of cases per rank
 TABLE = table(__file__, "ranks.yaml")
 
 
-TABLE_PARTS = ("fsdp2", "segments", "owners", "ddp", "budget", "trainer", "control")
+TABLE_PARTS = ("fsdp2", "segments", "owners", "ddp", "budget", "together", "trainer", "control")
 
 
 def cases(part):
     return {name: Case(**row) for name, row in TABLE[part].items()}
 
 
-FSDP2, SEGMENTS, OWNERS, DDP, BUDGET, TRAINER, CONTROL = map(cases, TABLE_PARTS)
+FSDP2, SEGMENTS, OWNERS, DDP, BUDGET, TOGETHER, TRAINER, CONTROL = map(cases, TABLE_PARTS)
 KINDS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer", "t5": "T5Block"}
 
 
@@ -34,7 +34,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The results of the cases whose tests are selected."""
     tests = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
     names = {item.callspec.params["name"] for item in tests}
-    every = FSDP2 | SEGMENTS | OWNERS | DDP | BUDGET | TRAINER | CONTROL  # what may fail in a backward comes last
+    # What may fail in a backward comes last.
+    every = FSDP2 | SEGMENTS | OWNERS | DDP | BUDGET | TRAINER | TOGETHER | CONTROL
     cases = {name: case for name, case in every.items() if name in names}
     return run_on_ranks(cases, tmp_path_factory.mktemp("ranks"))
 
@@ -104,6 +105,22 @@ def test_ranks_measure_and_plan_without_waiting_for_each_other(ranks: Results, n
         assert result["measuring"] is None
         assert result["raced"] > 1
         assert sum(result["recomputed"].values()) > 0
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_ranks_agree_on_what_they_recompute(ranks: Results, name: str) -> None:
+    """As under ZeRO-3, where other recomputations would gather other parameters. The worker has compared gradients."""
+    if TOGETHER[name].fails:
+        first, second = (results[name]["error"] for results in ranks)
+        assert "rank 1 cannot plan for its steps, and all ranks need one plan: ZeroDivisionError" in first
+        assert "ZeroDivisionError" in second
+        return
+    first, second = each_rank(ranks, name)
+    for what in ("plan", "recomputed", "calls"):
+        assert first[what] == second[what]
+    assert sum(first["recomputed"].values()) > 0
+    if name == "other lengths":  # under a tight budget, times decide which plan is checked, and replaced
+        assert first["measuring"] is second["measuring"] is None
 
 
 @pytest.mark.parametrize("name", TRAINER)

@@ -7,6 +7,7 @@ differ. Other results are written for the tests.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import faulthandler
 import functools
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.training.ranks import RanksSession
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +73,7 @@ def build(case: Case) -> nn.Module:
 
 def wrapped(model: nn.Module, case: Case) -> nn.Module:
     """The model as ranks share it."""
-    if case.by == "alone":
+    if case.by in ("alone", "marked"):
         return model
     blocks = find_blocks(model).modules.values()
     if case.by == "ddp":
@@ -143,6 +146,9 @@ def train(shared: nn.Module, case: Case, watch: budgets.Watch | None = None) -> 
     """Train; without a `watch`, returns losses, and this rank's shard of the gradients of every step."""
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.AdamW([p for p in shared.parameters() if p.requires_grad], lr=1e-3)
+    for number, parameter in enumerate(shared.parameters() if case.by == "marked" else ()):
+        parameter.ds_id = number
+        parameter._z3_optimizer = types.SimpleNamespace(optimizer=optimizer)
     losses, gradients = [], {}
     micros = [case.accumulate + case.more * ((step + dist.get_rank()) % 2) for step in range(case.steps)]
     for step, micro in ((step, micro) for step, number in enumerate(micros) for micro in range(number)):
@@ -179,6 +185,8 @@ def in_loop(case: Case) -> dict[str, Any]:
     shared_plain = wrapped(plain, case)
     with theirs if counted else contextlib.nullcontext():
         expected = train(shared_plain, case)
+    if case.fails and dist.get_rank() == 1:
+        RanksSession._lacking = lambda session: 1 // 0
     with every_message() as texts:
         model = build(case)
         shared = wrapped(model, case) if case.order == "after" else None
@@ -207,6 +215,7 @@ def in_loop(case: Case) -> dict[str, Any]:
         "by_others": list(described.compiled_by_others),
         "kinds": sorted({block.kind for block, _ in described.plan.actions}),
         "same_keys": list(model.state_dict()) == keys,
+        "plan": [[block.name, str(action)] for block, action in described.plan.actions],
     }
 
 
@@ -286,6 +295,48 @@ def by_trainer(case: Case, folder: Path, spec: dict[str, Any] | None) -> tuple[A
     return {"loss": torch.tensor(losses), **moved}, model, run.model_wrapped, calls
 
 
+def in_engine(case: Case) -> dict[str, Any]:
+    """Train in ZeRO-3 of DeepSpeed's engine, which gathers all parameters, however small they are."""
+    expected, *_ = by_engine(case, None)
+    if case.fails and dist.get_rank() == 1:
+        RanksSession._lacking = lambda session: 1 // 0
+    with every_message() as texts:
+        found, model, calls = by_engine(case, case.specs[dist.get_rank() % len(case.specs)])
+    assert_same(expected, found)
+    described = hf_ckpt.describe(model)
+    return {
+        **counts(model, calls, texts),
+        "measuring": described.measuring,
+        "plan": [[block.name, str(action)] for block, action in described.plan.actions],
+    }
+
+
+def by_engine(case: Case, spec: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Losses and weights, the model, and the calls of blocks."""
+    import deepspeed
+
+    model = build(case)
+    if spec is not None:
+        planned(model, spec)
+    config = json.loads(Path(__file__).with_name("zero.json").read_text())
+    few = {"stage3_prefetch_bucket_size": 5000, "reduce_bucket_size": 10000, "stage3_max_reuse_distance": 0}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0, **few}
+    config |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": case.accumulate}
+    del config["gradient_clipping"]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses = []
+    with counted_calls(model) as calls:
+        for number in range(case.steps * case.accumulate):
+            more = case.later * (dist.get_rank() == 1 and 2 * number >= case.steps * case.accumulate)
+            lengths = tuple(tokens + more for tokens in case.tokens)
+            loss = loss_of(engine, dataclasses.replace(case, tokens=lengths), number)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return {"loss": torch.tensor(losses), **whole_weights(model)}, model, calls
+
+
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     named, gathered = dict(model.named_parameters()), contextlib.nullcontext()
     if any(hasattr(parameter, "ds_id") for parameter in named.values()):  # ZeRO-3
@@ -355,7 +406,9 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         return under_budget(case)
     if case.by == "accelerate":
         return in_accelerate(case)
-    return in_loop(case) if case.by in ("ddp", "fsdp1", "fsdp2", "alone") else in_trainer(case, folder)
+    if case.by == "engine":
+        return in_engine(case)
+    return in_loop(case) if case.by in ("ddp", "fsdp1", "fsdp2", "alone", "marked") else in_trainer(case, folder)
 
 
 def main() -> None:
@@ -365,7 +418,7 @@ def main() -> None:
     # Inductor is slow, and other tests cover it.
     compat.compiler.compile_graph = lambda graph, inputs: lookup_backend("aot_eager_decomp_partition")(graph, inputs)
     torch.set_num_threads(1)
-    if any(case.by.startswith("zero") for case in cases.values()):
+    if any(case.by.startswith(("zero", "engine")) for case in cases.values()):
         import deepspeed
 
         deepspeed.init_distributed("gloo")

@@ -86,13 +86,14 @@ CASES = {f"{zero}-{name}": Case(zero, steps=2, accumulate=2, **row) for zero, na
 BUDGET = {"policy": "budget", "budget": "16GiB"}
 BUDGETS = {"zero2-budget": Case("zero2", steps=20, accumulate=2, specs=(BUDGET,))}
 """DeepSpeed counts with buckets of several GiB."""
+TOGETHER = {name: Case("engine", steps=30, **row) for name, row in TABLE["together"].items()}
 
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     # DeepSpeed compiles an extension at its first start; killing that leaves a lock that blocks all later starts.
     extra = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions"))}
-    return run_on_ranks(CASES | BUDGETS, tmp_path_factory.mktemp("zero"), extra=extra)
+    return run_on_ranks(CASES | BUDGETS | TOGETHER, tmp_path_factory.mktemp("zero"), extra=extra)
 
 
 @pytest.mark.deepspeed
@@ -114,3 +115,25 @@ def test_zero_trains_under_a_budget(zero, name):
     forwards = 20 * 2
     for found in each_rank(zero, name):
         assert all(forwards < calls < 2 * forwards for calls in found["calls"].values())
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", [name for name, case in TOGETHER.items() if not case.fails])
+def test_ranks_under_zero3_recompute_the_same_blocks(zero, name):
+    """Other plans would gather other parameters, and wait for ever. The worker compares losses and weights."""
+    case = TOGETHER[name]
+    first, second = each_rank(zero, name)
+    for what in ("plan", "recomputed", "calls"):
+        assert first[what] == second[what]
+    assert all(calls > case.steps * case.accumulate for calls in first["calls"].values())
+    messages = first["messages"] + second["messages"]
+    if name in ("other lengths", "lora"):  # under a tight budget, times decide which plan is checked, and replaced
+        assert first["measuring"] is second["measuring"] is None
+    assert ("no plan fits" in messages) >= (name == "no plan fits")
+
+
+@pytest.mark.deepspeed
+def test_no_rank_waits_for_one_that_cannot_plan(zero):
+    first, second = (found["a rank that cannot plan"]["error"] for found in zero)
+    assert "rank 1 cannot plan for its steps, and all ranks need one plan: ZeroDivisionError" in first
+    assert "ZeroDivisionError" in second
