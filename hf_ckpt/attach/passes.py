@@ -281,6 +281,7 @@ def _check_once(stack: _Pass) -> None:
     refuse_other_owner(module)
     regions = [region for region in functions if region.block in stack.hook.place.blocks]
     _refuse_deepspeed(module, regions)
+    _refuse_parts(stack.record, regions)
     stay = compat.distributed.parameters_stay(module)
     above = _above(hook.base, module)
     for region in regions:
@@ -319,6 +320,17 @@ def _refuse_deepspeed(module: nn.Module, regions: list[Region]) -> None:
             "ZeRO-2, or train without hf_ckpt: transformers' own checkpointing with `use_reentrant=True`, "
             "which TRL asks for by itself, works there."
         )
+
+
+def _refuse_parts(record: Installation, regions: list[Region]) -> None:
+    """Refuse recomputation of blocks whose parts FSDP1 shards one by one, and has freed when the block runs again."""
+    for region in regions:
+        if region.runs_block_again and compat.distributed.parts_in_fsdp1(record.blocks[region.block]):
+            raise HfCkptError(
+                f"FSDP1 shards parts of block {region.block!r} one by one, and frees them while the block is "
+                "recomputed. Wrap whole blocks only (`fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP` without "
+                'classes inside blocks), use FSDP2, or give "policy": "selective".'
+            )
 
 
 def _refuse_compiled(module: nn.Module) -> None:

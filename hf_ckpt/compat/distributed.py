@@ -45,6 +45,11 @@ def _is_fsdp(module: nn.Module) -> bool:
     return type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel"))
 
 
+def parts_in_fsdp1(block: nn.Module) -> bool:
+    """Whether FSDP1 shards modules inside a block by themselves, besides the block as a whole."""
+    return any(type(part).__name__ == "FullyShardedDataParallel" for part in block.modules() if part is not block)
+
+
 def ranks_recompute_together(model: nn.Module) -> bool:
     """Whether all ranks must recompute the same blocks: under ZeRO-3, recomputation gathers parameters again."""
     # DeepSpeed marks parameters under ZeRO-3 only. Its engine may not exist yet, and wraps the model from outside.

@@ -19,8 +19,8 @@ class Case:
 
     by: str
     """`ddp`, `fsdp1`, `fsdp2`, `trainer` (with DDP), `zero2` or `zero3` (the Trainer with DeepSpeed), `accelerate`
-    (its own FSDP2), `engine` (ZeRO-3 of DeepSpeed's engine), `marked` (each rank by itself, with parameters that look as
-    under ZeRO-3), or `alone` (only the first rank trains)."""
+    (its own FSDP2), `engine` (ZeRO-3 of DeepSpeed's engine), `marked` (alone, with parameters that look as under
+    ZeRO-3), or `alone` (only the first rank trains)."""
     family: str = "llama"
     specs: tuple[dict[str, Any], ...] = ({"policy": "full"},)
     """One for each rank, or one for all."""

@@ -3,12 +3,14 @@
 `tests/parity/test_ranks.py` runs two ranks, and `tests/users/test_deepspeed.py` two ranks of ZeRO-3.
 """
 
+import contextlib
 import types
 
 import pytest
 import torch
 from helpers.planned import budgeted
-from helpers.steps import step
+from helpers.steps import planned, step
+from torch import nn
 
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
@@ -73,6 +75,29 @@ def test_what_is_agreed_on_holds_until_the_next_optimizer_step(unusable):
     assert session.agreed is agreed
     if unusable:
         assert {action for _, action in installation(model).plan.actions} == {FULL}
+
+
+class FullyShardedDataParallel(nn.Module):
+    """As FSDP1 wraps a module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._fsdp_wrapped_module = module
+
+    def forward(self, *args, **kwargs):
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["full", "auto", "selective"])
+def test_parts_of_blocks_in_fsdp1_are_not_recomputed(policy):
+    """There, recomputation fails on weights that are freed, and gathers more than a rank that does not recompute."""
+    model = tiny_model("llama")
+    planned(model, policy)
+    layer = model.model.layers[1]
+    layer.mlp = FullyShardedDataParallel(layer.mlp)
+    refused = pytest.raises(HfCkptError, match=r"FSDP1 shards parts of block 'model\.layers\.1' one by one")
+    with contextlib.nullcontext() if policy == "selective" else refused:
+        step(model, tiny_batch("llama"))
 
 
 @pytest.mark.parametrize(
