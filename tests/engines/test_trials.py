@@ -18,6 +18,7 @@ from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
+from hf_ckpt.planner.policies import in_segments
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
 from hf_ckpt.spec.plan import Plan
 
@@ -59,8 +60,10 @@ def one_step(model, batch, autocast):
 
 
 @functools.cache
-def measured(name, actions, shown=(), last=None):
+def measured(name, actions, shown=(), last=None, segments=None):
     """A step in which blocks have these actions, with trials in the recomputations of the last block but one.
+
+    Perhaps in segments.
 
     Returns the call of that block, the gradients, and how often each block was recomputed.
     """
@@ -69,7 +72,10 @@ def measured(name, actions, shown=(), last=None):
     blocks = [block.name for block in parts.blocks]
     tried = blocks[-2]
     chosen = {tried: actions} if isinstance(actions, Action) else {}
-    plan = Plan(parts.family, parts.model, tuple((block, chosen.get(block.name, FULL)) for block in parts.blocks))
+    planned = {block: chosen.get(block.name, FULL) for block in parts.blocks}
+    if segments is not None:
+        planned = in_segments(planned, segments)
+    plan = Plan(parts.family, parts.model, tuple(planned.items()))
     with temporarily(model, plan):
         record = installation(model)
         for action in {*shown, last, SELECTIVE, ATTENTION} - {KEEP, None}:
@@ -115,6 +121,16 @@ def test_a_recomputation_shows_what_a_block_needs_under_an_action(name, action):
             assert getattr(shown, what) == pytest.approx(getattr(alone, what), abs=FEW)
         assert shown.backward_peak is None
     assert call.backward.net == pytest.approx(full.backward.net, abs=8 * FEW)
+
+
+@pytest.mark.parametrize(("name", "runs"), [("gpt2, dropout", [2, 2, 2, 1]), ("t5", [2, 2, 2, 1] * 2)])
+def test_trials_show_the_same_in_a_block_whose_input_is_made_again(name, runs):
+    alone, expected, _ = measured(name, FULL, (KEEP,), SELECTIVE)
+    call, got, again = measured(name, FULL, (KEEP,), SELECTIVE, segments=1)
+    assert_same(expected, got)
+    assert list(again.values()) == runs
+    assert call.trials == alone.trials
+    assert call.backward.peak == alone.backward.peak
 
 
 def test_the_backward_of_a_block_that_only_shows_is_that_of_full():
