@@ -17,11 +17,13 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
-from hf_ckpt.spec.actions import FULL, OFFLOADED, Action
+from hf_ckpt.spec.actions import FULL, KEEP, OFFLOADED, SELECTIVE, Action
 from hf_ckpt.spec.plan import Block, staying
 
 ON_DEVICE = {moved: kept for kept, moved in OFFLOADED.items()}
 """Action that keeps tensors in host memory -> the action that keeps them on the device."""
+RECOMPUTED = {"full": KEEP, "full+selective": SELECTIVE, "full+tiles": SELECTIVE}
+"""Kind of an action -> the action under which its recomputation runs."""
 Choice = tuple[Action, ...]
 """The action of each call."""
 
@@ -40,6 +42,9 @@ class Cost:
     """Bytes that are freed when the stack returns, unless another call of it keeps them, such as masks."""
     rebuilt_bytes: int = 0
     """Bytes of its hidden states that are not kept if the call before has `rebuilt_bytes`, too: see `Freed.rebuilt`."""
+    freed_bytes: int = 0
+    """How much less its backward needs, if its hidden states are freed as soon as the recomputation has ended: it keeps
+    others."""
 
     @property
     def kept_bytes(self) -> int:
@@ -186,7 +191,14 @@ def costs_of_step(
         casts = max(trial.kept_casts for trial in trials_of_call.values())
         is_first = block.stack != last_stack
         last_stack = block.stack
-        costs.append({action: _cost(call, trial, casts, is_first) for action, trial in trials_of_call.items()})
+        costs_of_call = {}
+        for action, trial in trials_of_call.items():
+            cost = _cost(call, trial, casts, is_first)
+            inner = trials_of_call.get(RECOMPUTED[action.kind]) if action.kind in RECOMPUTED else None
+            costs_of_call[action] = (
+                cost if inner is None else dataclasses.replace(cost, freed_bytes=_freed(cost, inner))
+            )
+        costs.append(costs_of_call)
         alive_bytes += call.forward.net + call.until_next.net - casts
         alive_after.append(alive_bytes)
         if call.backward is not None:  # a frozen block leaves its output, but its input is freed
@@ -255,6 +267,12 @@ def _cost(call: Call, trial: Trial, casts: int, is_first: bool) -> Cost:
         shared_bytes=trial.freed.shared,
         rebuilt_bytes=trial.freed.rebuilt,
     )
+
+
+def _freed(cost: Cost, inner: Trial) -> int:
+    """What a call frees of its hidden states before its backward needs most, if a recomputation runs as in a trial."""
+    more = cost.backward.peak - inner.arrival - inner.forward_peak  # than while it is recomputed
+    return max(0, min(inner.freed.hidden, more))
 
 
 def with_offloading(
@@ -332,6 +350,55 @@ def _with_copies(
         cost,
         forward=Part(peak, cost.forward.net - freed, forward_spent),
         backward=Part(cost.backward.peak + size + ahead, cost.backward.net + freed, spent),
+    )
+
+
+def with_segments(costs: Costs, actions: Mapping[Block, Action]) -> Costs:
+    """`costs` of a plan with segments only: each of these blocks has one action, or what keeps the same on the device;
+    others have the first of their own.
+
+    While a block whose hidden states are made again runs its backward, those of its segment that were made and are not
+    used up are alive. The last block of a segment makes them, with the others there.
+
+    Args:
+        costs: with the same actions of blocks that hold their hidden states.
+        actions: block -> action. Each block is called once.
+    """
+    held = {block: dataclasses.replace(action, made=False) for block, action in actions.items()}
+    fixed = {call.block: next(iter(call.costs)) for call in costs.calls}
+    plain = costs.restricted({**fixed, **held})
+    calls = []
+    before: Cost | None = None
+    number = 0
+    """How many blocks of the segment come before, whose run makes what this one needs."""
+    for call in plain.calls:
+        ((action, cost),) = call.costs.items()
+        made = before is not None and call.input_bytes > 0 and call.block in actions and actions[call.block].made
+        number = number + 1 if made else 0
+        if before is not None and made:
+            making = _making(cost, before, number, call.input_bytes)
+            call = dataclasses.replace(call, costs={dataclasses.replace(action, made=True): making})
+        calls.append(call)
+        before = cost
+    of_calls = (action for call in calls for action in call.costs)
+    return dataclasses.replace(plain, calls=tuple(calls), actions=tuple(dict.fromkeys((*costs.actions, *of_calls))))
+
+
+def _making(cost: Cost, before: Cost, number: int, size: int) -> Cost:
+    """What a call costs that does not hold its hidden states.
+
+    Args:
+        cost: if it holds them.
+        before: what the call before it costs, which runs once more.
+        number: how many calls before it are in the same segment.
+        size: bytes of the hidden states of each.
+    """
+    peak = max(cost.backward.peak + number * size - cost.freed_bytes, before.forward.peak + (number - 1) * size)
+    spent = cost.backward.nanoseconds + before.forward.nanoseconds
+    return dataclasses.replace(
+        cost,
+        forward=dataclasses.replace(cost.forward, net=cost.forward.net - size),
+        backward=Part(peak, cost.backward.net + size, spent),
     )
 
 

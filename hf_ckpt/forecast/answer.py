@@ -182,13 +182,25 @@ def assumed_of(training: Question, model: str, device: Device, budget_bytes: int
 
 
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
-    """The shortest spec with which a training makes this plan by itself, for the peak and host memory allowed."""
+    """The shortest spec with which a training makes this plan by itself, for the peak and host memory allowed.
+
+    A plan in segments recomputes all blocks in one way, so its spec is that way, with nothing to measure.
+    """
     head = {} if plan.head == "full" else {"head": plan.head}
     tile = next((action.tile for _, action in plan.actions if action.tile is not None), None)
     tiles = {} if tile is None else {"mlp": tile}
     # Nothing to do: with the kwargs of a plan, a training would measure steps under `full` to find that out.
     if all(action.kind == "keep" for _, action in plan.actions):
         return {**NONE, **head}
+    made = next((action for _, action in plan.actions if action.made), None)
+    if made is not None:
+        policy = "full" if made.tile is not None else made.kind
+        recomputed = {
+            stack: [a.made for _, a in pairs if a.kind == made.kind] for stack, pairs in plan.stacks().items()
+        }
+        numbers = {stack: inputs.count(False) for stack, inputs in recomputed.items() if True in inputs}
+        alike = len(set(numbers.values())) == 1 and len(numbers) == len(recomputed)
+        return {"policy": policy, "segments": next(iter(numbers.values())) if alike else numbers, **head, **tiles}
     host = {"host_budget": exact_size(host_budget)} if host_budget else {}
     # Rounded up: the plan may need every byte of the budget.
     return {"policy": "budget", "budget": f"{-(-budget_bytes // 2**20)}MiB", **head, **tiles, **host}

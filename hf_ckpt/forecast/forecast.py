@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offloading
+from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offloading, with_segments
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
@@ -25,7 +25,7 @@ from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_d
 from hf_ckpt.forecast.ranks import sent_bytes
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
-from hf_ckpt.planner.choose import choice_within, frontier, peak_of_least, plan_of
+from hf_ckpt.planner.choose import choice_within, frontier, in_segments_of, peak_of_least, plan_of
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Plan
@@ -359,7 +359,7 @@ class Forecaster:
             tensors = self._model_of(training).tensors
             needed.append(nbytes(tensors) + optimizer_bytes(tensors, training.optimizer)[0])
         for (measured, _), costs in self._costs.items():
-            larger = dataclasses.replace(measured, host_budget=training.host_budget)
+            larger = dataclasses.replace(measured, host_budget=training.host_budget, segments=training.segments)
             batch, length = training.batch / larger.batch, training.tokens / larger.tokens
             same_size = dataclasses.replace(
                 larger, batch=training.batch, tokens=training.tokens, accumulation=training.accumulation
@@ -397,10 +397,16 @@ class Forecaster:
         plain = self.costs_of(training)
         plan = make_plan(spec, plain.blocks, plain.family, plain.model)
         actions = {block: action for block, action in plan.actions if not spec.is_planned or spec.is_fixed(block.stack)}
-        moved = ON_DEVICE.keys() & actions.values()
+        held = {block: dataclasses.replace(action, made=False) for block, action in actions.items()}
+        moved = ON_DEVICE.keys() & held.values()
+        is_divided = any(action.made for action in actions.values())
+        if moved and is_divided:
+            raise HfCkptError("segments whose inputs are offloaded cannot be predicted: leave one of the two out.")
         if len(moved) > 1:
             raise HfCkptError("two ways of offloading in one spec cannot be predicted: leave one of them out.")
-        costs = self.costs_of(training, frozenset(ON_DEVICE.get(action, action) for action in actions.values()))
+        costs = self.costs_of(training, frozenset(ON_DEVICE.get(action, action) for action in held.values()))
+        if is_divided:
+            return [with_segments(costs, actions)]
         host_limit = training.host_budget or (2**60 if moved else None)
         ways = with_offloading(costs, self.device.host_bandwidth, self.device.launch_nanoseconds, host_limit)
         # On a CPU nothing moves, and blocks keep on the device what they would move.
@@ -464,9 +470,13 @@ class Forecaster:
 
     def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
         """Return the spec to train with: a budget if the steps that it measures fit into the device."""
+        spec = spec_of(plan, limit, training.host_budget)
+        if any(action.made for _, action in plan.actions):
+            same = make_plan(Spec.parse(spec), [block for block, _ in plan.actions], plan.family, plan.model)
+            return spec if same.actions == plan.actions else self._saved
         # A session measures steps that keep least on the device; see `training/session.py`. With host memory, a plan
         # may need less than these, so that the run would end before it had a plan.
-        return self._saved if costs.peak({}) > self._memory else spec_of(plan, limit, training.host_budget)
+        return self._saved if costs.peak({}) > self._memory else spec
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""
@@ -484,6 +494,7 @@ class Forecaster:
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
             (room and training.mlp == "full", "plan with feed-forwards in tiles", {"mlp": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
+            (room and training.segments is None and not training.sharded, "plan in segments", {"segments": "sqrt"}),
             *((room, "smaller batch", change) for change in smaller),
             *((training.ranks > 1, "more shared by ranks", {"parallel": way}) for way in more_shared),
             (training.ranks == 1 and bits, "8 ranks under FSDP2", {"ranks": 8, "parallel": "fsdp2"}),
@@ -507,10 +518,12 @@ class Forecaster:
             change |= {"parallel": "ddp"}
         steps: list[dict[str, Any]] = [{"lora": asked.lora or 16}, {"load_in_4bit": True}]
         steps.append({"batch": 1, "accumulation": asked.accumulation * asked.batch})
+        if not asked.sharded:
+            steps.append({"segments": "sqrt"})
         if asked.target_tokens is None:
             steps += [{"tokens": max(1, asked.tokens // by)} for by in (2, 4, 8, 16)]
         changes = [*itertools.accumulate(steps, operator.or_, initial=change)]
-        shared = {"ranks": 8, "parallel": "fsdp2", "head": "full", "load_in_4bit": False}
+        shared = {"ranks": 8, "parallel": "fsdp2", "head": "full", "load_in_4bit": False, "segments": None}
         rows: list[Row] = []
 
         def fits(change: Mapping[str, Any]) -> bool:
@@ -528,7 +541,9 @@ class Forecaster:
     def candidates(self, training: Question) -> list[Costs]:
         """Return the costs from which the plan for a question is made."""
         costs = self.costs_of(training)
-        return with_offloading(costs, self.device.host_bandwidth, self.device.launch_nanoseconds, training.host_budget)
+        host = self.device.host_bandwidth, self.device.launch_nanoseconds, training.host_budget
+        divided = [] if training.segments is None else in_segments_of(costs, training.segments)
+        return [*with_offloading(costs, *host), *divided]
 
     def costs_of(self, training: Question, further: frozenset[Action] = frozenset()) -> Costs:
         """Return what each action of each block costs in a step, on one rank. It measures each training once.
@@ -537,8 +552,8 @@ class Forecaster:
         on fake tensors.
         """
         model = self._model_of(training)
-        # Offloading is computed from costs, see `candidates`.
-        key = dataclasses.replace(training, host_budget=None), further
+        # Offloading and segments are computed from costs, see `candidates`.
+        key = dataclasses.replace(training, host_budget=None, segments=None), further
         if key not in self._costs:
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
             costs = costs_of_model(model, training, self.device, further)

@@ -129,12 +129,17 @@ def _tokens(text: str | int) -> int | str:
     return text if text in ("auto", "full") else parse_count(str(text))
 
 
+def _segments(text: str | int) -> int | str:
+    """`sqrt`, or a number of segments."""
+    return text if text == "sqrt" else parse_count(str(text))
+
+
 def _spec(text: str) -> Spec:
     """A spec, as `Spec.parse` reads texts."""
     return Spec.parse(text)
 
 
-_NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens)
+_NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens, _segments)
 """What reads numbers, too."""
 
 
@@ -143,6 +148,7 @@ _OF_T5 = "sequence (T5; default: as --seq)"
 _OF_IMAGES = "whose tokens --seq includes; vision models take one without it"
 _CHUNK = "auto, or tokens of a chunk"
 _TILE = "auto, or tokens of a tile"
+_SEGMENTS = "also plans whose blocks hold one input a segment: sqrt, or the number of segments (default: none)"
 _HOST = "host memory for offloading"
 _GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
@@ -189,6 +195,7 @@ class Question:
     architecture: str | None = _field(None, "class of the model, in place of its config's")
     head: int | str = _field("full", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
     mlp: int | str = _field("full", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=FOLLOWS)
+    segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=FOLLOWS)
     device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=FOLLOWS)
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=FOLLOWS)
     host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=FOLLOWS)
@@ -209,6 +216,8 @@ class Question:
             raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
         if self.sharded and self.head != "full":
             raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave head out.")
+        if self.sharded and self.segments is not None:
+            raise HfCkptError("segments cannot be planned for under fsdp2, where their runs gather weights: use ddp.")
         if self.global_batch and (self.batch, self.accumulation) != (1, 1):
             raise HfCkptError("global_batch chooses batch and accumulation: leave these out.")
         if self.global_batch and self.global_batch % self.ranks:
@@ -259,7 +268,7 @@ FIELDS: dict[str, About] = {
 }
 """Every field of a question by its name."""
 OF_THE_PLAN: dict[str, Any] = {
-    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp", "spec")
+    name: FIELDS[name].default for name in ("device", "budget", "host_budget", "head", "mlp", "segments", "spec")
 }
 """Fields that say nothing of the training, with their defaults."""
 

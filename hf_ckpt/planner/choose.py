@@ -19,25 +19,39 @@ Bytes are exact. Times are exact up to `WIDTH` ways, and good to a small share o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import numpy.typing
 
-from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs, step_nanoseconds, timeline
+from hf_ckpt.costs.costs import (
+    RECOMPUTED,
+    CallCosts,
+    Choice,
+    Cost,
+    Costs,
+    step_nanoseconds,
+    timeline,
+    with_segments,
+)
 from hf_ckpt.errors import InfeasibleError
+from hf_ckpt.planner import policies
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.plan import Plan, Prediction
+from hf_ckpt.spec.reading import Segments
 from hf_ckpt.units import format_bytes
 
 NEARLY = 1.02
 """If no plan fits, the plan may need this multiple of the lowest peak: the last percents of memory cost most time."""
 WIDTH = 1000
 """Most ways to run the calls from a place on that are kept."""
+LONG = 8
+"""Blocks of a stack from which several numbers of segments are compared."""
 SIZES = 4
 """Most numbers of bytes that the end of a stack is assumed to free."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -358,6 +372,34 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
     return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens)
 
 
+def in_segments_of(costs: Costs, segments: Segments | None = None, fixed: Collection[str] = ()) -> list[Costs]:
+    """The costs of plans whose blocks are recomputed in segments, one plan each.
+
+    Empty if there are none: if too few blocks are recomputed, or a block is called several times.
+
+    Args:
+        costs: of the step.
+        segments: as `Spec.segments`; None for several numbers of segments, from that for which a step holds least.
+        fixed: names of blocks whose action is not chosen.
+    """
+    if len({call.block for call in costs.calls}) < len(costs.calls):
+        return []
+    longest = max(collections.Counter(call.block.stack for call in costs.calls).values())
+    shares = [longest * share // 4 for share in (2, 3)] if longest >= LONG else []
+    numbers: list[Segments] = ["sqrt", *shares] if segments is None else [segments]
+    plans = []
+    for base in costs.actions:
+        if base.kind not in RECOMPUTED:
+            continue
+        pairs = zip(costs.calls, costs.uniform(base), strict=True)
+        held = {call.block: action for call, action in pairs if call.block.name not in fixed}
+        for number in numbers:
+            actions = policies.in_segments(held, number)
+            if any(action.made for action in actions.values()):
+                plans.append(with_segments(costs, actions))
+    return plans
+
+
 def _fewer_tokens(costs: Costs) -> str:
     """What lowers the memory of activations."""
     smaller = "" if costs.sequences == 1 else "a smaller batch with as many more accumulated steps, or "
@@ -371,6 +413,11 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     moments = timeline(costs, lowest)
     parts = moments.worst.parts()
     hints = [_fewer_tokens(costs)]
+    segments_bytes = min(map(lowest_peak, in_segments_of(costs)), default=moments.peak_bytes)
+    if segments_bytes * NEARLY < moments.peak_bytes:
+        hints.insert(
+            0, f'segments of blocks ("segments": "sqrt"), with which the peak is {format_bytes(segments_bytes)}'
+        )
     # Then nothing helps that lowers the memory of blocks.
     if costs.static.always + costs.static.gradients > budget_bytes or "optimizer" in moments.worst.label:
         alone = f"weights, gradients and the optimizer alone need {format_bytes(costs.static.optimizer_peak_bytes)}"

@@ -54,7 +54,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, GraphsReference, watch_graphs
 from hf_ckpt.attach.enable import exchange
 from hf_ckpt.attach.record import Installation
-from hf_ckpt.costs.costs import Costs, with_offloading
+from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.region import Region
 from hf_ckpt.engines.trials import Tries
@@ -65,7 +65,7 @@ from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothin
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner import policies
-from hf_ckpt.planner.choose import best_plan, plan_of
+from hf_ckpt.planner.choose import best_plan, in_segments_of, plan_of
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan, Prediction
@@ -749,13 +749,11 @@ class Session:
 
     def _enter(self, batch: Batch) -> Entered:
         """The fastest plan for a batch, or the one with the lowest peak, and the best simple ones that need no more."""
-        with_host = self._costs_with_host(batch)
-        limit = self._limit_bytes
-        first, hints = self._entrant(self._actions, with_host, limit)
-        entrants = [first]
-        assert first.plan.prediction is not None
+        entrants, hints = self._first_entrants(self._costs_with_host(batch))
+        prediction = entrants[0].plan.prediction
+        assert prediction is not None
         # If no plan fits, the first one is near the lowest peak. Others that need no more than it are as good.
-        limit = max(limit, first.plan.prediction.peak_bytes)
+        limit = max(self._limit_bytes, prediction.peak_bytes)
         most = self._actions[0]
         for action in dict.fromkeys((most, self._least, FULL, SIMPLE)):
             if action in self._actions:
@@ -772,6 +770,34 @@ class Session:
         costs = dataclasses.replace(costs, has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help)
         host = device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget
         return with_offloading(costs, *host, self._measurements.fixed)
+
+    def _first_entrants(self, with_host: Sequence[Costs]) -> tuple[list[Entrant], Sequence[str]]:
+        """The fastest plan for a batch, and what would lower its peak if none fits.
+
+        Segments take the time of a forward for each input that they make again. So a plan in segments is entered only
+        where no other fits without host memory, and takes turns with one that offloads.
+
+        Args:
+            with_host: see `_costs_with_host`.
+        """
+        limit = self._limit_bytes
+        first, hints = self._entrant(self._actions, with_host, limit)
+        uses_host = any(action in ON_DEVICE for _, action in first.plan.actions)
+        # Parameters that are sharded are not there to run blocks of a segment.
+        may_divide = not (self._state.is_sharded or self._measurements.skips)
+        if not (may_divide and (hints or uses_host or self._spec.segments is not None)):
+            return [first], hints
+        divided = in_segments_of(with_host[0], self._spec.segments, self._measurements.fixed)
+        if not divided:
+            return [first], hints
+        made = dataclasses.replace(self._least, made=True)
+        segmented, hints_of_segmented = self._entrant((made,), divided, limit)
+        if not hints_of_segmented:  # it fits
+            return [segmented] if hints else [first, segmented], ()
+        if not hints:
+            return [first], hints
+        lowest, hints = self._entrant(self._actions, [*with_host, *divided], limit)
+        return [lowest], hints
 
     def _entrant(self, allowed: Actions, costs: Sequence[Costs], limit: int) -> tuple[Entrant, Sequence[str]]:
         """The fastest plan with these costs, and what would lower its peak, if that is above a limit, in bytes."""

@@ -27,6 +27,7 @@ from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.choose import peak_of_least
+from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB, format_bytes, parse_bytes
 
@@ -476,3 +477,23 @@ def test_a_plan_whose_budget_could_not_be_measured_is_to_be_saved():
     measurable = hf_ckpt.predict("mini-llama", 64, **fields)
     assert measurable.rows[0].spec == {"policy": "none", "head": "auto"}  # no budget: nothing is to be measured
     assert not measurable.notes
+
+
+def test_segments_are_planned_where_asked_and_advised_before_fewer_tokens():
+    """The spec of a plan in segments makes this plan, without measuring."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**shape, num_hidden_layers=24, vocab_size=64, architectures=["LlamaForCausalLM"])
+    fields = {"tokens": 512, "dtype": "float32", "device": "t4"}
+    budget = round(0.9 * hf_ckpt.predict(config, 16, **fields).floor_bytes)
+    with pytest.raises(InfeasibleError) as caught:
+        hf_ckpt.predict(config, 16, **fields, budget=f"{budget}B")
+    assert caught.value.hints[0].startswith('segments of blocks ("segments": "sqrt"), with which the peak is ')
+    assert "shorter sequences" in caught.value.hints[1]
+    found = hf_ckpt.predict(config, 16, **fields, segments="sqrt", budget=f"{budget}B")
+    assert found.peak_bytes <= budget
+    spec = Spec.parse(found.rows[0].spec)
+    assert (spec.policy, spec.segments) == ("full", 7)
+    blocks = [block for block, _ in found.plan.actions]
+    assert make_plan(spec, blocks, found.plan.family, found.plan.model).actions == found.plan.actions
+    given = hf_ckpt.predict(config, 16, **fields, segments="sqrt", spec=spec).rows[1]
+    assert (given.name, given.peak_bytes) == ("the spec that is given", found.peak_bytes)

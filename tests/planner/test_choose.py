@@ -183,7 +183,7 @@ def test_a_plan_above_the_budget_is_the_fastest_near_the_lowest_peak():
     costs = alike(8, static=Static(4000))
     floor = lowest_peak(costs)
     plan, hints = best_plan([costs], floor - 1)
-    assert hints[0] == SMALLER
+    assert SMALLER in hints
     assert floor < plan.prediction.peak_bytes <= 1.02 * floor
     assert plan.prediction.step_seconds < plan_within([costs], floor).prediction.step_seconds
     assert "(no plan fits)" in str(plan.prediction)

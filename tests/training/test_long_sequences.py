@@ -9,13 +9,13 @@ import pytest
 import transformers
 from helpers.adapters import with_lora
 from helpers.planned import budgeted, live_peak, model_of
-from helpers.steps import assert_near, gradients, planned, without_cache
+from helpers.steps import assert_near, assert_same, gradients, planned, without_cache
 from torch import autocast, bfloat16, randint
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL
 from hf_ckpt.training.phases import Phase
 
@@ -86,6 +86,31 @@ def test_where_full_fits_other_actions_are_tried_as_well():
     session = installation(model).session
     costs = session._measurements.costs(session.planned.batch)
     assert costs.peak(dict.fromkeys(session._measurements.blocks, FULL)) == pytest.approx(needed, rel=0.001)
+
+
+def test_a_budget_in_which_no_other_plan_fits_is_held_in_segments():
+    """Gradients are those of no checkpointing, bit for bit. The steps before the plan need what `full` needs."""
+    batch = tiny_batch("llama", batch=4, tokens=128)
+    plain, full, divided, model = (tiny_model("llama", layers=16, hidden=32, attention="sdpa") for _ in range(4))
+    for other in (full, divided, model):
+        other.load_state_dict(plain.state_dict())
+    planned(full, {"policy": "full+selective", "check_every": 0})
+    planned(divided, {"policy": "full+selective", "segments": "sqrt", "check_every": 0})
+    budget = round(1.01 * live_peak(divided, batch))
+    assert budget < 0.9 * live_peak(full, batch)
+    budgeted(model, budget, check_every=0)
+    _, peaks = zip(*steps_until_planned(model, batch), strict=True)
+    plan = hf_ckpt.describe(model).plan
+    assert sum(action.made for _, action in plan.actions) > 8
+    assert peaks[-1] <= budget
+    assert peaks[-1] == pytest.approx(plan.prediction.peak_bytes, rel=0.005)
+    plain(**without_cache(plain, batch)).loss.backward()
+    assert_same(gradients(plain), gradients(model))
+    before = hf_ckpt.describe(model).recomputed
+    live_peak(model, batch)
+    made = [action.made for _, action in plan.actions]
+    recomputed = [count - before[name] for name, count in hf_ckpt.describe(model).recomputed.items()]
+    assert recomputed == [1 + after for after in (*made[1:], False)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "lora", "autocast", "whole"])
