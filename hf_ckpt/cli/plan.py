@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
-from hf_ckpt.forecast.answer import print_comparison, print_forecast
+from hf_ckpt.forecast.answer import Forecast, print_comparison, print_plan, print_rows
 from hf_ckpt.forecast.question import FIELDS, Question, question
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
@@ -54,14 +54,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         return _compare(arguments, training, console)
     saved_as = {} if arguments.out is None else {"saved_as": str(arguments.out)}
-    forecast = Forecaster(training, print_progress, **saved_as).answer()
-    if program and forecast.plan:  # its files have other keys than `TrainingArguments`
-        title = f"The spec, for {program} (docs/integrations.md says where)"
-        forecast = dataclasses.replace(forecast, write={title: json.dumps(forecast.spec)})
+    first: list[Forecast] = []
+
+    def show(forecast: Forecast) -> None:
+        first.append(_for_program(forecast, program))
+        if not arguments.json:
+            print_plan(first[0], console)
+
+    answered = Forecaster(training, print_progress, **saved_as).answer(show=show)
+    forecast = _for_program(answered, program)
     if arguments.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:
-        print_forecast(forecast, console)
+        print_plain(console, *(f"note: {note}" for note in forecast.notes if note not in first[0].notes))
+        print_rows(forecast, console)
     if forecast.plan is None:
         return 2
     if arguments.out is not None:
@@ -69,6 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         spec = json.dumps({"plan": str(arguments.out)})
         print_plain(console, f"wrote the plan to {arguments.out}; the spec to train with it: {spec}")
     return 0 if forecast.fits else 2
+
+
+def _for_program(forecast: Forecast, program: str) -> Forecast:
+    """The forecast with what a program takes, whose files have other keys than `TrainingArguments`."""
+    if not program or not forecast.plan:
+        return forecast
+    title = f"The spec, for {program} (docs/integrations.md says where)"
+    return dataclasses.replace(forecast, write={title: json.dumps(forecast.spec)})
 
 
 def _compare(arguments: argparse.Namespace, training: Question, console: Any) -> int:

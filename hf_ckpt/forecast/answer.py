@@ -111,9 +111,12 @@ class Forecast(Row):
 
 def print_forecast(forecast: Forecast, console: Console) -> None:
     """Print whether it fits, what to copy, the plan, what fills its peak, and the rows. Long lines are not wrapped."""
-    from rich.table import Column, Table
-    from rich.text import Text
+    print_plan(forecast, console)
+    print_rows(forecast, console)
 
+
+def print_plan(forecast: Forecast, console: Console) -> None:
+    """Print a forecast without its rows."""
     print_plain(console, forecast.answer, style="bold")
     lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
     for title, text in forecast.write.items():
@@ -123,16 +126,25 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     parts = [f"  {format_bytes(size):>10}  {name}" for name, size in forecast.parts.items() if size]
     lines += ["", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts, ""]
     print_plain(console, *lines)
-    if forecast.rows:
-        heading = "ways to train it; all figures are predicted"
-        if not forecast.plan:
-            budget = format_bytes(forecast.budget_bytes)
-            heading = f"what fits into {budget} with a change; each row is the fastest plan"
-        print_plain(console, heading)
-        table = Table(*HEADS[:2], *(Column(head, justify="right") for head in HEADS[2:]))
-        for row in forecast.table():
-            table.add_row(*map(Text, row))
-        console.print(table)
+    console.file.flush()  # to a pipe, too: the rows may take longer
+
+
+def print_rows(forecast: Forecast, console: Console) -> None:
+    """Print the rows of a forecast."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    if not forecast.rows:
+        return
+    heading = "ways to train it; all figures are predicted"
+    if not forecast.plan:
+        budget = format_bytes(forecast.budget_bytes)
+        heading = f"what fits into {budget} with a change; each row is the fastest plan"
+    print_plain(console, heading)
+    table = Table(*HEADS[:2], *(Column(head, justify="right") for head in HEADS[2:]))
+    for row in forecast.table():
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:

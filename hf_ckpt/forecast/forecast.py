@@ -195,10 +195,11 @@ class Forecaster:
         self._models: dict[Question, ShallowModel] = {}
         self._costs: dict[tuple[Question, frozenset[Action]], Costs] = {}
 
-    def answer(self, *, nearest: bool = True) -> Forecast:
+    def answer(self, *, nearest: bool = True, show: Callable[[Forecast], None] = lambda first: None) -> Forecast:
         """Return the fastest plan within the question's budget, with what to compare it with.
 
-        With `global_batch`, the fastest micro-batch and accumulation become those of the question.
+        With `global_batch`, the fastest micro-batch and accumulation become those of the question. `show` is called
+        with the answer before changes are measured, whose rows it lacks.
 
         If no plan fits, return the one with the lowest peak, with what fits with a change as its rows. If `nearest` is
         False, raise `InfeasibleError` instead. Raises `HfCkptError` for a model that cannot be found or measured.
@@ -223,6 +224,8 @@ class Forecaster:
                 *of_spec,
                 *(f"to lower it: {hint}" for hint in error.hints),
             )
+            first = dataclasses.replace(lowest, notes=notes, rows=rows_of_spec, write={}, plan=None)  # type: ignore[arg-type]
+            show(first)
             rows = self._changed_rows(FIELDS)
             if all(row.name == SHORTER for row in rows):  # what a training sees of its data is the last thing to change
                 several = self._combined_row()
@@ -231,15 +234,16 @@ class Forecaster:
                 elif several is not None:
                     peak, above = format_bytes(several.peak_bytes), format_bytes(several.peak_bytes - self.budget)
                     notes += (f"several changes do not suffice: {several.options} needs {peak}, {above} too much",)
-            rows = (*rows_of_spec, *rows)
-            return dataclasses.replace(lowest, notes=notes, rows=rows, write={}, plan=None)  # type: ignore[arg-type]
+            return dataclasses.replace(first, notes=notes, rows=(*rows_of_spec, *rows))
         plan, *usual = forecast.rows
+        rows_of_spec, notes = self._spec_rows()
+        notes = (*margin, *forecast.notes, *notes)
+        show(dataclasses.replace(forecast, notes=notes))
         fields = OF_THE_PLAN if forecast.plan.active() else ()  # more memory cannot make a plain step faster
         # A row that is less than a percent faster is not worth reading: predictions of times are not that exact.
         faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * plan.step_seconds]
-        rows_of_spec, notes = self._spec_rows()
         rows = (plan, *rows_of_spec, *splits, *faster, *usual)
-        return dataclasses.replace(forecast, rows=rows, notes=(*margin, *forecast.notes, *notes))
+        return dataclasses.replace(forecast, rows=rows, notes=notes)
 
     def lowest(self) -> Forecast:
         """Return the forecast of the plan with the lowest peak, whatever the budget is."""

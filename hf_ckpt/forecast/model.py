@@ -8,12 +8,13 @@ for a block of the real model.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
 from hf_ckpt.forecast.quantised import QuantisedLinear, quantise
 from hf_ckpt.forecast.question import PRESETS, Question
-from hf_ckpt.models.blocks import base_model, find_blocks, plain_modules
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, plain_modules
 from hf_ckpt.models.families import depth_keys, refuse_long
 from hf_ckpt.models.parts import frozen_prefix
 from hf_ckpt.spec.plan import Block
@@ -120,32 +121,81 @@ def model_of_workload(workload: Question, config: Any = None) -> ShallowModel:
 def _cut(model: nn.Module) -> dict[Block, str]:
     """Leave only the blocks of a model that stand for others. Returns the `likes` of the shallow model."""
     all_blocks = find_blocks(model)
-    lists: Any = dict(plain_modules(all_blocks.base))
     frozen = set(frozen_prefix(all_blocks))
     likes: dict[Block, str] = {}
-    for stack, owner in all_blocks.runners.items():
-        blocks = [block for block in all_blocks.blocks if block.stack == stack]
-        container, _, index = blocks[0].name.rpartition(".")
-        if not index.isdigit():
-            raise HfCkptError(f"the block {blocks[0].name!r} of {all_blocks.model} stands in no list: {NO_PLAN}")
-        config: Any = getattr(owner, "config", all_blocks.base.config)
-        types = list(getattr(config, "layer_types", None) or [])
-        types = types if len(types) == len(blocks) else []
+    for stack in _stacks(all_blocks):
         # Blocks below all that is trained have no backward, so they need other memory than their like.
-        looks = [(_look_of(all_blocks.modules[block.name]), block.name in frozen) for block in blocks]
-        places = _stand_ins(list(itertools.zip_longest(looks, types)))
+        looks = [(_look_of(all_blocks.modules[block.name]), block.name in frozen) for block in stack.blocks]
+        places = _stand_ins(list(itertools.zip_longest(looks, stack.types)))
         kept = sorted(set(places))
-        likes |= {block: f"{container}.{kept.index(place)}" for block, place in zip(blocks, places, strict=True)}
+        likes |= {block: stack.name_at(kept.index(place)) for block, place in zip(stack.blocks, places, strict=True)}
+        stack.leave(kept)
+    return likes
+
+
+class _Stack:
+    """The blocks of one stack in their list, from which some can be taken."""
+
+    def __init__(self, all_blocks: FoundBlocks, name: str, lists: Mapping[str, Any]) -> None:
+        self.blocks = [block for block in all_blocks.blocks if block.stack == name]
+        self._name = name
+        self._container, _, index = self.blocks[0].name.rpartition(".")
+        if not index.isdigit():
+            raise HfCkptError(f"the block {self.blocks[0].name!r} of {all_blocks.model} stands in no list: {NO_PLAN}")
+        self._list = lists[self._container]
+        self._modules = list(self._list)
+        self._config: Any = getattr(all_blocks.runners[name], "config", all_blocks.base.config)
+        types = list(getattr(self._config, "layer_types", None) or [])
+        self.types = types if len(types) == len(self.blocks) else []
+        """The type of each block's layer; empty if the config has none."""
+
+    def name_at(self, place: int) -> str:
+        """The name of the block at a place of the list."""
+        return f"{self._container}.{place}"
+
+    def leave(self, places: Sequence[int]) -> None:
+        """Leave only the blocks at these places, of those that there were at first."""
+        self._list._modules.clear()
+        self._list.extend([self._modules[place] for place in places])
         # The config follows, because models read it while they run: `self.layers[: self.config.num_hidden_layers]`
         # (modeling_llama.py), and the mask that each of `layer_types` needs.
-        modules = [lists[container][place] for place in kept]
-        lists[container]._modules.clear()
-        lists[container].extend(modules)
-        if types:
-            compat.transformers.set_layer_types(config, [types[place] for place in kept])
-        for key in depth_keys(config, stack):
-            config.update({key: len(kept)})
-    return likes
+        if self.types:
+            compat.transformers.set_layer_types(self._config, [self.types[place] for place in places])
+        for key in depth_keys(self._config, self._name):
+            self._config.update({key: len(places)})
+
+
+def _stacks(all_blocks: FoundBlocks) -> list[_Stack]:
+    lists = dict(plain_modules(all_blocks.base))
+    return [_Stack(all_blocks, name, lists) for name in all_blocks.runners]
+
+
+@contextlib.contextmanager
+def only(model: ShallowModel, names: Collection[str]) -> Iterator[dict[str, str]]:
+    """Leave only some blocks of a shallow model, for a while. Yields (name of each meanwhile -> its name)."""
+    stacks = _stacks(find_blocks(model.base))
+    meanwhile: dict[str, str] = {}
+    try:
+        for stack in stacks:
+            places = [place for place, block in enumerate(stack.blocks) if block.name in names]
+            meanwhile |= {stack.name_at(number): stack.blocks[place].name for number, place in enumerate(places)}
+            stack.leave(places)
+        yield meanwhile
+    finally:
+        for stack in stacks:
+            stack.leave(range(len(stack.blocks)))
+
+
+def kinds_of(model: ShallowModel) -> dict[str, Any]:
+    """Name of each block -> what blocks have in common that cost the same under every action."""
+    all_blocks = find_blocks(model.base)
+    kinds: dict[str, Any] = {}
+    for stack in _stacks(all_blocks):
+        for block, kind in itertools.zip_longest(stack.blocks, stack.types):
+            module = all_blocks.modules[block.name]
+            trained = tuple(parameter.requires_grad for parameter in module.parameters())
+            kinds[block.name] = block.stack, kind, _look_of(module), trained
+    return kinds
 
 
 def _stand_ins(kinds: Sequence[Any]) -> list[int]:

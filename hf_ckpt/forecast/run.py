@@ -27,7 +27,7 @@ from hf_ckpt.engines.trials import Tries
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
-from hf_ckpt.forecast.model import ShallowModel, nbytes
+from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import MODEL, STEP, Question
 from hf_ckpt.forecast.ranks import Sharding
@@ -103,19 +103,47 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
 def _with_trials_of(
     actions: Iterable[Action], step: Step, model: ShallowModel, training: Question, device: Device
 ) -> Step:
-    """A step under `full`, with what other steps show of further actions."""
+    """A step under `full`, with what other steps show of further actions.
+
+    In these, only one block of each kind runs, and the first of each stack.
+    """
     plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
-    for action in actions:
-        if action == FULL:
-            continue
-        if action.kind == FULL_SELECTIVE.kind:  # what it costs follows from this one
-            action = Action(SELECTIVE.kind, action.save)
-        other = _measure(model, plain, device, action).step
-        if action.tile is None:
-            step = step.with_trials(other)
-        else:  # tiles change the forward, too, so all blocks ran in that step as they run under a plan
-            step = step.with_actions(other, {name: action for name, _ in other.names})
-    return step
+    shown_by = _shown_by(model, step)
+    with only(model, set(shown_by.values())) as meanwhile:
+        for action in actions:
+            if action == FULL:
+                continue
+            if action.kind == FULL_SELECTIVE.kind:  # what it costs follows from this one
+                action = Action(SELECTIVE.kind, action.save)
+            other = _measure(model, plain, device, action).step
+            calls = (dataclasses.replace(call, name=(meanwhile[call.name[0]], call.name[1])) for call in other.calls)
+            other = dataclasses.replace(other, calls=tuple(calls))
+            if action.tile is None:
+                step = step.with_trials(other)
+            else:  # tiles change the forward, too, so all blocks ran in that step as they run under a plan
+                step = step.with_actions(other, {name: action for name, _ in other.names})
+    trials = {name: call.trials for (name, _), call in zip(step.names, step.calls, strict=True)}
+    shared = (dataclasses.replace(call, trials=trials[shown_by[call.name[0]]]) for call in step.calls)
+    return dataclasses.replace(step, calls=tuple(shared))
+
+
+def _shown_by(model: ShallowModel, step: Step) -> dict[str, str]:
+    """For each block that a step calls, the block whose trials show what it costs under further actions."""
+    kinds = kinds_of(model)
+    alike: dict[Any, list[str]] = {}
+    shown_by: dict[str, list[str]] = {}
+    for place, call in enumerate(step.calls):
+        block = call.name[0]
+        is_first = place == 0 or kinds[step.calls[place - 1].name[0]][0] != kinds[block][0]
+        backward_nanoseconds = call.backward and call.backward.nanoseconds
+        # Times are sums over operations. The last block of T5, for example, has one less: it adds no gradient to that
+        # of the position bias.
+        ran = call.has_input_graph, call.records_graph, call.forward.nanoseconds, backward_nanoseconds
+        blocks = alike.setdefault((kinds[block], is_first, ran), [])
+        blocks.append(block)
+        shown_by[block] = blocks
+    # The second of several, whose neighbours are blocks of its kind, stands for them.
+    return {block: blocks[min(1, len(blocks) - 1)] for block, blocks in shown_by.items()}
 
 
 def _trials_of(call: Call, actions: Iterable[Action]) -> dict[Action, Trial]:

@@ -104,7 +104,11 @@ def changed(options, others):
     ],
 )
 def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, capsys):
-    forecast = Forecaster(question(options_of(make_parser().parse_args(["plan", *options.split()])))).answer()
+    forecaster = Forecaster(question(options_of(make_parser().parse_args(["plan", *options.split()]))))
+    measured = []
+    forecast = forecaster.answer(show=lambda first: measured.append((first.answer, len(forecaster._costs))))
+    assert measured == [(forecast.answer, 1)]  # the first line is there before a change is measured
+    assert len(forecaster._costs) > 1
     print_forecast(forecast, make_console())
     printed = capsys.readouterr().out
     headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
