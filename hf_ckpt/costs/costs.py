@@ -130,6 +130,8 @@ class Costs:
     """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
     chunks_help: bool = False
     """Whether the head ran as a whole, and `"head": "auto"` would lower what it needs: see `Boundaries.chunks_help`."""
+    divides: bool = True
+    """Whether blocks could be recomputed in segments: not where they are already, or where parameters come and go."""
     least: Action = FULL
     """The action that keeps least, of blocks for which nothing else is chosen."""
     notes: tuple[str, ...] = ()
@@ -381,7 +383,8 @@ def with_segments(costs: Costs, actions: Mapping[Block, Action]) -> Costs:
         calls.append(call)
         before = cost
     of_calls = (action for call in calls for action in call.costs)
-    return dataclasses.replace(plain, calls=tuple(calls), actions=tuple(dict.fromkeys((*costs.actions, *of_calls))))
+    all_actions = tuple(dict.fromkeys((*costs.actions, *of_calls)))
+    return dataclasses.replace(plain, calls=tuple(calls), actions=all_actions, divides=False)
 
 
 def _making(cost: Cost, before: Cost, number: int, size: int) -> Cost:

@@ -90,6 +90,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
         has_host=device.host_bandwidth > 0,
         blocks=tuple(model.likes),
         accumulation=training.accumulation,
+        divides=not training.sharded,
         least=FULL if tile is None else Action("full+tiles", tile=tile),
         # A fused step reads and writes the state, and reads gradients and weights and writes these.
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),

@@ -375,14 +375,14 @@ def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, devic
 def in_segments_of(costs: Costs, segments: Segments | None = None, fixed: Collection[str] = ()) -> list[Costs]:
     """The costs of plans whose blocks are recomputed in segments, one plan each.
 
-    Empty if there are none: if too few blocks are recomputed, or a block is called several times.
+    Empty if there are none: too few blocks are recomputed, a block is called several times, or segments do not work.
 
     Args:
         costs: of the step.
         segments: as `Spec.segments`; None for several numbers of segments, from that for which a step holds least.
         fixed: names of blocks whose action is not chosen.
     """
-    if len({call.block for call in costs.calls}) < len(costs.calls):
+    if not costs.divides or len({call.block for call in costs.calls}) < len(costs.calls):
         return []
     longest = max(collections.Counter(call.block.stack for call in costs.calls).values())
     shares = [longest * share // 4 for share in (2, 3)] if longest >= LONG else []

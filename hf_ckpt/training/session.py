@@ -767,7 +767,13 @@ class Session:
         """The costs for a batch, with each of the actions that offload, if there is host memory."""
         device = this_device(self._devices)
         costs = self._measurements.costs(batch)
-        costs = dataclasses.replace(costs, has_host=device.host_bandwidth > 0, chunks_help=self._chunks_help)
+        costs = dataclasses.replace(
+            costs,
+            has_host=device.host_bandwidth > 0,
+            chunks_help=self._chunks_help,
+            # Parameters that are sharded are not there to run the blocks of a segment once more.
+            divides=not (self._state.is_sharded or self._measurements.skips),
+        )
         host = device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget
         return with_offloading(costs, *host, self._measurements.fixed)
 
@@ -783,9 +789,7 @@ class Session:
         limit = self._limit_bytes
         first, hints = self._entrant(self._actions, with_host, limit)
         uses_host = any(action in ON_DEVICE for _, action in first.plan.actions)
-        # Parameters that are sharded are not there to run blocks of a segment.
-        may_divide = not (self._state.is_sharded or self._measurements.skips)
-        if not (may_divide and (hints or uses_host or self._spec.segments is not None)):
+        if not (hints or uses_host or self._spec.segments is not None):
             return [first], hints
         divided = in_segments_of(with_host[0], self._spec.segments, self._measurements.fixed)
         if not divided:

@@ -18,6 +18,7 @@ from hf_ckpt.planner.choose import (
     choice_within,
     fastest,
     frontier,
+    in_segments_of,
     lowest_peak,
     peak_of_least,
     plan_of,
@@ -187,6 +188,16 @@ def test_a_plan_above_the_budget_is_the_fastest_near_the_lowest_peak():
     assert floor < plan.prediction.peak_bytes <= 1.02 * floor
     assert plan.prediction.step_seconds < plan_within([costs], floor).prediction.step_seconds
     assert "(no plan fits)" in str(plan.prediction)
+
+
+def test_segments_are_advised_only_where_they_are_not_planned_already():
+    costs = alike(40, head=2)
+    candidates = [costs, *in_segments_of(costs)]
+    least = min(map(lowest_peak, candidates))
+    assert least < 0.9 * lowest_peak(costs)
+    elsewhere = [dataclasses.replace(costs, divides=False)]
+    hints = [best_plan(given, least - 1)[1] for given in ([costs], candidates, elsewhere)]
+    assert [any("segments" in hint for hint in of_plan) for of_plan in hints] == [True, False, False]
 
 
 def test_blocks_that_are_called_twice_have_one_action_each_and_use_the_room():

@@ -47,8 +47,8 @@ def steps_until_planned(model, batch):
     return steps
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("room", [1.02, 1.5])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("room", [1.02, pytest.param(1.5, marks=pytest.mark.long)])
 def test_a_budget_below_the_peak_of_full_is_held_in_every_step(lora, room):
     """`full` needs at least 1.5 times the budget. Gradients are those of no checkpointing up to rounding."""
     plain = wide_model(lora)
@@ -70,6 +70,7 @@ def test_a_budget_below_the_peak_of_full_is_held_in_every_step(lora, room):
     assert min(hf_ckpt.describe(model).recomputed.values()) >= len(phases) - 1
 
 
+@pytest.mark.long
 def test_where_full_fits_other_actions_are_tried_as_well():
     """Within the budget. The predicted peak of `full` is that of a model under `full`."""
     plain = wide_model()
