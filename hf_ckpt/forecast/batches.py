@@ -21,6 +21,8 @@ NO_PLAN = "this cannot be planned for before a run. `full`, `selective` and a bu
 """The end of errors about models."""
 _OF_CLASSES = ("ForSequenceClassification", "ForNextSentencePrediction", "ForImageClassification")
 """Ends of names of models with one label a sequence or image."""
+_OF_CHOICES = "ForMultipleChoice"
+"""End of names of models that score several sequences for each label."""
 
 
 class MicroStep(NamedTuple):
@@ -48,7 +50,7 @@ def micro_step(training: Question, base: Any) -> MicroStep:
     has_loss = "labels" in takes
     if has_loss or base.config.is_encoder_decoder:
         shape: tuple[int, ...] = training.shape
-        if name.endswith(_OF_CLASSES):
+        if name.endswith((*_OF_CLASSES, _OF_CHOICES)):
             shape = (training.rows,)
         elif base.config.is_encoder_decoder:
             shape = training.rows, training.target_tokens or training.tokens
@@ -70,16 +72,24 @@ def micro_step(training: Question, base: Any) -> MicroStep:
 
 
 def _inputs(training: Question, base: Any) -> dict[str, Any]:
-    """The inputs of a model: text [sequences, tokens], and images [images, channels, height, width]."""
+    """The inputs of a model: text [sequences, tokens], images [images, channels, height, width], and the frames of
+    recordings [sequences, bins, frames]; a model of multiple choice takes text [sequences, choices, tokens]."""
     kind = getattr(base, "main_input_name", "input_ids")
-    if kind not in ("input_ids", "pixel_values"):
+    frames = 2 * getattr(base.config, "max_source_positions", 0)  # Whisper's convolutions halve the number
+    has_frames = kind == "input_features" and frames and hasattr(base.config, "num_mel_bins")
+    if kind not in ("input_ids", "pixel_values") and not has_frames:
         raise HfCkptError(f"{type(base).__name__} takes {kind}, and not text or images: {NO_PLAN}")
     batch: dict[str, Any] = {}
+    if has_frames:  # every recording is padded to the same length: 3000 frames, which are 30 seconds
+        batch[kind] = torch.zeros((training.rows, base.config.num_mel_bins, frames), dtype=base.dtype)
     if kind == "input_ids":
         # Packed sequences have position ids, which mark where each begins, in place of a mask: transformers makes
         # the mask from them (`find_packed_sequence_indices` in masking_utils.py).
+        rows, tokens = training.shape
+        choices = type(base).__name__.endswith(_OF_CHOICES)
+        shape = (rows, training.choices, tokens) if choices else (rows, tokens)
         for name in ("input_ids", "position_ids" if training.packing else "attention_mask"):
-            batch[name] = torch.zeros(training.shape, dtype=torch.long)
+            batch[name] = torch.zeros(shape, dtype=torch.long)
     if kind == "pixel_values" or training.images:
         vision = getattr(base.config, "vision_config", base.config)
         size = training.image_size or getattr(vision, "image_size", None)

@@ -171,6 +171,7 @@ class Question:
     tokens: int = _number(512, "tokens a sequence", option="seq", label="Length", scope=STEP)
     target_tokens: int | None = _number(None, f"tokens a target {_OF_T5}", option="target_seq", scope=STEP)
     images: int = _number(0, f"images a sequence, {_OF_IMAGES}", scope=STEP)
+    choices: int = _number(4, "sequences of a label, of a model for multiple choice", scope=STEP)
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)", scope=STEP)
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
     lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)

@@ -78,6 +78,8 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     tokens = max(training.tokens, training.target_tokens or 0)  # a source and its target count once
     if "input_ids" not in batch:
         tokens = 0
+    elif batch["input_ids"].dim() == 3:  # of multiple choice
+        tokens *= training.choices
     costs = dataclasses.replace(
         shallow,
         calls=calls,

@@ -91,6 +91,42 @@ def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
     assert forecast.tokens_per_second * forecast.step_seconds == pytest.approx(48)
 
 
+WIDE = {"num_hidden_layers": 4, "num_attention_heads": 4, "attn_implementation": "sdpa"}
+SIDES = ("encoder", "decoder")
+OF_SPEECH = {f"{side}_{name}": size for side in SIDES for name, size in (("layers", 4), ("ffn_dim", 128))}
+OF_SPEECH |= {f"{side}_attention_heads": 4 for side in SIDES} | dict.fromkeys(("bos_token_id", "eos_token_id"), 1)
+OF_SPEECH |= {"max_source_positions": 100, "num_mel_bins": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
+OTHERS = {
+    "BertForMultipleChoice": (
+        transformers.BertConfig(hidden_size=64, intermediate_size=128, vocab_size=100, **WIDE),
+        lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0, 0] % 4},
+    ),
+    "WhisperForConditionalGeneration": (
+        transformers.WhisperConfig(vocab_size=100, d_model=64, **OF_SPEECH, attn_implementation="sdpa"),
+        lambda ids: {"input_features": torch.randn(2, 16, 200), "labels": ids[:, 0], "use_cache": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_multiple_choice_and_speech_need_what_is_predicted(architecture):
+    """Four sequences of 32 tokens for a label; recordings of 200 frames, and 32 tokens of text."""
+    config, batch_of = OTHERS[architecture]
+    batch = batch_of(torch.randint(3, 90, (2, 4, 32)))
+    model = getattr(transformers, architecture)(config).train()
+    asked = {"device": "cpu", "budget": "8GiB", "optimizer": "sgd", "dtype": "float32", "tokens": 32}
+    forecast = hf_ckpt.predict(config, 2, architecture=architecture, **asked)
+    optimizer = torch.optim.SGD(model.parameters())
+    for policy, row in zip(("none", "full"), forecast.usual, strict=True):
+        planned(model, {"policy": policy, "check_every": 0})
+        for _ in range(2):
+            with LiveBytes(model, optimizer, batch) as live:
+                model(**batch).loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        assert row.peak_bytes == pytest.approx(live.peak_bytes, rel=0.005)
+
+
 # --- live models ------------------------------------------------------------------------------------------------------
 
 
