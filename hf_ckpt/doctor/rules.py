@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from hf_ckpt.doctor.owners import OWNERS, without_sections
 from hf_ckpt.doctor.trainings import SPEC_KEYS, Training, split_by
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.models.families import depth_keys, family_of
@@ -107,10 +108,27 @@ def _misspelt(training: Training) -> Texts:
         for name in (elsewhere or difflib.get_close_matches(key, beside, cutoff=0.85))[:1]:
             what = f"hf_ckpt does not know it (did you mean {name}?): a plan leaves it out of account."
             yield key, what, f"Write {name}, if that is meant."
+    yield from _misspelt_in_deepspeed(training.deepspeed)
+
+
+def _misspelt_in_deepspeed(config: Any) -> Texts:
+    """Keys of DeepSpeed's file that are near one that it reads. It ignores most others without a word."""
+    if not isinstance(config, dict):
+        return
+    (known,) = (owner.keys for owner in OWNERS if owner.name == "DeepSpeed")
+    for key in sorted(without_sections(config).keys() | config.keys()):
+        section = key.rpartition(".")[0]
+        beside = [name for name in known if name.rpartition(".")[0] == section]  # none in an unknown section
+        near = () if key in known else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
+        for name in near:
+            yield key, f"DeepSpeed does not know it (did you mean {name}?).", f"Write {name}, if that is meant."
 
 
 def _flag_off(training: Training) -> Texts:
-    flags = [(training.flag, training.kwargs_key, training.kwargs)]
+    # LLaMA-Factory enables its own checkpointing without the flag: then `unread` says what to do.
+    needs = training.owner.needs
+    own = needs is not None and needs[0].startswith("disable_") and not training.reads_spec
+    flags = [] if own else [(training.flag, training.kwargs_key, training.kwargs)]
     scopes = {key: f"{key}_scope" for key in training.owner.checkpointing.split()}
     flags += [(key, scope, training.values.get(scope)) for key, scope in scopes.items()]
     # Nothing reads these kwargs then, and the training runs out of memory as if there were no plan.
@@ -165,6 +183,14 @@ def _adapter_layers(training: Training) -> Texts:
         yield keys[0], what, "Name the layers, or `all-linear`."
 
 
+def _auto_batch(training: Training) -> Texts:
+    if _is_on(training.values.get("auto_find_batch_size")):
+        what = (
+            "if memory runs out, the batch is made smaller and no step accumulates more: the effective batch changes."
+        )
+        yield "auto_find_batch_size", what, "Remove it, and start the run by `python -m hf_ckpt --oom-guard`."
+
+
 def _deepspeed_block(training: Training) -> Texts:
     config = training.deepspeed
     # It sets up `deepspeed.checkpointing.checkpoint`, which a model has to call; Megatron's do.
@@ -196,7 +222,7 @@ def _redrawn_dropout(training: Training) -> Texts:
 
 RULES: dict[str, tuple[Callable[[Training], Texts], ...]] = {
     "error": (_spec, _spec_outside, _unread, _fsdp_offload, _redrawn_dropout),
-    "warning": (_misspelt, _flag_off, _own_checkpointing, _splits, _deepspeed_block),
+    "warning": (_misspelt, _flag_off, _own_checkpointing, _splits, _deepspeed_block, _auto_batch),
     "note": (_adapter_layers,),
 }
 """Severity -> its rules, in the order in which findings are reported. The code of a rule is its name."""
