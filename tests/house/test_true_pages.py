@@ -34,7 +34,7 @@ OF_OTHERS = {
     "mkdocs": "strict",
     "pip": "no-deps",
     "pytest": "backwards",
-    "recipes": "tiny",
+    "recipes": "tiny only",
     "torchrun": "nproc-per-node",
     "TRL": "model_name_or_path dataset_name use_peft load_in_4bit",
     "uvx": "from",
