@@ -480,7 +480,11 @@ class Forecaster:
             return spec if same.actions == plan.actions else self._saved
         # A session measures steps that keep least on the device; see `training/session.py`. With host memory, a plan
         # may need less than these, so that the run would end before it had a plan.
-        return self._saved if costs.peak({}) > self._memory else spec
+        if costs.peak({}) > self._memory:
+            return self._saved
+        # Tiles that the plan does not need may be what these steps need.
+        needs_tiles = training.mlp != "full" and timeline(costs, costs.uniform(FULL)).peak_bytes > self._memory
+        return {**spec, "mlp": training.mlp} if needs_tiles and spec["policy"] == "budget" else spec
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """Return what can be changed in the question: (name, field -> value). Of one name, the first is the least."""

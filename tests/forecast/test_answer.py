@@ -478,6 +478,9 @@ def test_a_plan_whose_budget_could_not_be_measured_is_to_be_saved():
     assert "offload" in {action.kind for _, action in found.plan.actions}
     assert found.rows[0].spec == {"plan": "plan.json"}
     assert any("--out plan.json" in note for note in found.notes)
+    in_tiles = hf_ckpt.predict("mini-llama", 470, **fields, mlp="auto", budget="14.5GiB", host_budget="64GiB")
+    assert "full+tiles" not in {action.kind for _, action in in_tiles.plan.actions}
+    assert in_tiles.rows[0].spec["mlp"] == "auto"  # the steps that are measured need them
     measurable = hf_ckpt.predict("mini-llama", 64, **fields)
     assert measurable.rows[0].spec == {"policy": "none", "head": "auto"}  # no budget: nothing is to be measured
     assert not measurable.notes
