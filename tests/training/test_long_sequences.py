@@ -4,6 +4,7 @@ All live tensors are counted in every step. The steps that are measured may need
 """
 
 import copy
+import dataclasses
 
 import pytest
 import transformers
@@ -14,9 +15,10 @@ from torch import autocast, bfloat16, randint
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
+from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL
+from hf_ckpt.spec.actions import FULL, OFFLOAD
 from hf_ckpt.training.phases import Phase
 
 TILES = {"mlp": 64, "head": "auto", "check_every": 0}
@@ -112,6 +114,26 @@ def test_a_budget_in_which_no_other_plan_fits_is_held_in_segments():
     made = [action.made for _, action in plan.actions]
     recomputed = [count - before[name] for name, count in hf_ckpt.describe(model).recomputed.items()]
     assert recomputed == [1 + after for after in (*made[1:], False)]
+
+
+def test_segments_race_with_a_plan_that_offloads(monkeypatch):
+    """Where only these two fit."""
+    with_host = dataclasses.replace(this_device(), host_bandwidth=1e12)
+    monkeypatch.setattr("hf_ckpt.training.session.this_device", lambda devices: with_host)
+    batch = tiny_batch("llama", batch=4, tokens=128)
+    divided, model = (tiny_model("llama", layers=16, hidden=32, attention="sdpa") for _ in range(2))
+    planned(divided, {"policy": "full+selective", "segments": "sqrt", "check_every": 0})
+    budgeted(model, round(1.02 * live_peak(divided, batch)), host_budget="1GiB", check_every=0)
+    session = None
+    while session is None or session.planned.phase is not Phase.RACE:
+        model(**without_cache(model, batch)).loss.backward()
+        model.zero_grad(set_to_none=True)
+        session = installation(model).session
+    plans = [[action for _, action in entrant.plan.actions] for entrant in session.entered.entrants[:2]]
+    assert [(OFFLOAD in actions, any(action.made for action in actions)) for actions in plans] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "lora", "autocast", "whole"])
