@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import python
-from helpers.tables import table
+from helpers.tables import keyed, table
 from transformers import PreTrainedModel
 
 from hf_ckpt.__main__ import main
@@ -142,7 +142,7 @@ trainer(Path("out"), tiny_model("llama"), kind=kind, callbacks=[transformers.Pri
 REPLACED = "hf_ckpt: options of the script replace --spec: {'policy': 'selective'}, not {'policy': 'full'}."
 
 
-@pytest.mark.parametrize(("options", "spec", "unused", "replaced"), table(__file__, "trainer.yaml"))
+@pytest.mark.parametrize(*keyed(table(__file__, "trainer.yaml"), "options", "spec", "unused", "replaced"))
 def test_a_trainer_is_told_in_its_first_step(in_process, caplog, capsys, options, spec, unused, replaced):
     """That nothing was enabled, and which spec wins. The third step runs out of memory, which is reported."""
     (in_process / "trains.py").write_text(TRAINS.replace("OPTIONS", repr(options)))

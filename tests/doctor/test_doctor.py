@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.tables import table
+from helpers.tables import keyed, table
 
 from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.doctor.owners import OWNERS
@@ -59,7 +59,7 @@ def test_keys_and_defaults_are_those_of_the_program(program, changed, expected, 
     assert {name: asked.get(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("program", "changed", "launch", "reason"), PROGRAMS["refused"])
+@pytest.mark.parametrize(*keyed(PROGRAMS["refused"], "program", "changed", "launch", "reason"))
 def test_what_cannot_be_planned_for_is_refused_by_name(program, changed, launch, reason, reading):
     with pytest.raises(HfCkptError, match=reason):
         question(fields_of(reading(program, launch, **changed), {}))
@@ -146,7 +146,7 @@ def test_shipped_configs_have_no_fault_and_the_command_asks_what_they_say(launch
         assert alone["ranks"] == (1 if "single" in launch else 8)
 
 
-@pytest.mark.parametrize(("command", "text", "code", "printed"), table(__file__, "printed.yaml"))
+@pytest.mark.parametrize(*keyed(table(__file__, "printed.yaml"), "command", "text", "code", "printed"))
 def test_exit_codes_and_what_is_printed(command, text, code, printed, tmp_path, capsys):
     path = tmp_path / "train.yaml"
     path.write_text(text)

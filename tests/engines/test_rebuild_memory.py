@@ -7,7 +7,7 @@ import torch
 from helpers.adapters import with_lora
 from helpers.custom import same_under
 from helpers.steps import assert_same, planned, step, without_cache, without_collector
-from helpers.tables import table
+from helpers.tables import keyed, table
 from helpers.toys import SAVES, each_family, plain_and_ours, rebuilt, same_toys, toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +39,7 @@ def held_by(model, batch):
     return held, step(model, batch)
 
 
-@pytest.mark.parametrize(("family", "lora", "dropout", "shares"), table(__file__, "shares.yaml"))
+@pytest.mark.parametrize(*keyed(table(__file__, "shares.yaml"), "family", "lora", "dropout", "shares"))
 def test_selective_holds_a_share_of_what_no_checkpointing_holds(family, lora, dropout, shares, fused_dropout):
     """Masks are bits, float32 copies of 16 bits are 16 bits, and an adapter's input is that of its frozen layer."""
     batch = tiny_batch(family, batch=4, tokens=64)

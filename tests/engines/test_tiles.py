@@ -122,8 +122,15 @@ def long_model(name, lora):
     return with_lora(model, "llama", targets="all-linear", lora_dropout=0.05) if lora else model
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["MistralForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("Qwen3ForCausalLM", False),
+        pytest.param("MistralForCausalLM", True, marks=pytest.mark.long),
+        pytest.param("Qwen3ForCausalLM", True, marks=pytest.mark.long),
+        pytest.param("MistralForCausalLM", False, marks=pytest.mark.long),
+    ],
+)
 def test_the_peak_of_a_long_sequence_falls(name, lora):
     """By most of what the feed-forward computes for all tokens: five results with LoRA in float32, or three."""
     peaks = {}

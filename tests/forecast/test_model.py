@@ -11,7 +11,7 @@ import torch
 import transformers
 from helpers.snapshots import snapshot
 from helpers.steps import assert_same, planned, step
-from helpers.tables import table
+from helpers.tables import keyed, table
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hf_ckpt
@@ -61,7 +61,7 @@ def test_files_that_are_no_configs_are_refused_by_name(text, tmp_path):
         assert ", ".join(PRESETS) in str(raised.value)
 
 
-@pytest.mark.parametrize(("method", "bits", "fields", "said"), ROWS["quantised"])
+@pytest.mark.parametrize(*keyed(ROWS["quantised"], "method", "bits", "fields", "said"))
 def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(method, bits, fields, said):
     """Its config has a dict, or an object of transformers."""
     config = tiny_model("llama", layers=2).config

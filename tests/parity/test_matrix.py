@@ -455,7 +455,7 @@ def cell(spec, engines, names, families=FAMILIES):
 
 ACTIONS = {name: cell(*row) for name, row in table(__file__, "actions.yaml").items()}
 EVERYWHERE = ("full", "selective", "save attention", "head")
-"""Actions that are compared in `FORMS` in all families. Other cells run in two families by default, in turn."""
+"""Actions that are compared in `FORMS` in all families. Other cells run in one family by default, in turn."""
 COMPAT = ("full", "layers", "selective")
 """Actions that also run on the oldest transformers."""
 
@@ -465,9 +465,9 @@ def cells():
         for place, mode in enumerate(cell.modes):
             families = [each for each in cell.families if each in MODES[mode].families]
             everywhere = action in EVERYWHERE and mode in FORMS
-            usual = {families[(number + place + turn) % len(families)] for turn in range(2) if families}
-            for family in families:
-                marks = [] if everywhere or family in usual else [pytest.mark.thorough]
+            for turn, family in enumerate(families):
+                is_usual = turn == (number + place) % len(families)
+                marks = [] if everywhere or is_usual else [pytest.mark.thorough]
                 marks += [pytest.mark.compat] * (action in COMPAT)
                 yield pytest.param(family, action, mode, marks=marks, id=f"{family}-{action}-{mode}")
 

@@ -18,7 +18,7 @@ from helpers.custom import same_under
 from helpers.processes import each_rank, run_on_ranks
 from helpers.ranks import Case, assert_as_planned
 from helpers.steps import enable, outcome, recomputed, step
-from helpers.tables import table
+from helpers.tables import keyed, table
 
 import hf_ckpt
 from hf_ckpt.errors import HfCkptError
@@ -43,7 +43,7 @@ def under_zero3(version: str, frozen: bool, spec: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.trap(6, 52)
-@pytest.mark.parametrize(("version", "frozen", "spec", "said"), TABLE["zero3"])
+@pytest.mark.parametrize(*keyed(TABLE["zero3"], "version", "frozen", "spec", "said"))
 def test_zero3_trains_or_is_refused(version, frozen, spec, said, monkeypatch):
     model = under_zero3(version, frozen, spec, monkeypatch)
     if said is None:
