@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import mmap
 import sys
 import types
 
@@ -18,16 +17,15 @@ MIB = 2**20
 ON_CPU, FIRST, SECOND = {torch.device("cpu")}, torch.device("cuda", 0), torch.device("cuda", 1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_peak_on_a_cpu_is_the_largest_resident_size_so_far():
+def test_the_peak_on_a_cpu_is_the_largest_resident_size_so_far(tmp_path, monkeypatch):
+    """Linux has it in a file, and other systems have no such file."""
     meter = memory.PeakMeter(ON_CPU)
-    before = meter.read_peak()
-    # Pages from the kernel: freed tensors may stay with the C allocator. More than the peak before.
-    with mmap.mmap(-1, before + 100 * MIB) as big:
-        for place in range(0, len(big), mmap.PAGESIZE):
-            big[place] = 1
-    assert 100 * MIB < meter.read_peak() - before < before + 200 * MIB
-    assert meter.read_peak() > before + 100 * MIB
+    if sys.platform == "linux":
+        assert meter.read_peak() > 50 * MIB  # torch alone is larger
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    assert meter.read_peak() is None
+    (tmp_path / "status").write_text("Name:\tpython\nVmPeak:\t 900 kB\nVmHWM:\t     300 kB\nVmRSS:\t 200 kB\n")
+    assert meter.read_peak() == 300 * 1024
     assert meter.reserved_bytes() is None
 
 
