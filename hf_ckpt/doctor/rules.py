@@ -106,8 +106,7 @@ def _misspelt(training: Training) -> Texts:
         elsewhere = [name for name in names if name.endswith(f".{key}")]  # without its section, or in a wrong one
         # So near that no key of an owner is called misspelt; tests/doctor/keys.yaml has hundreds of each.
         for name in (elsewhere or difflib.get_close_matches(key, beside, cutoff=0.85))[:1]:
-            what = f"hf_ckpt does not know it (did you mean {name}?): a plan leaves it out of account."
-            yield key, what, f"Write {name}, if that is meant."
+            yield key, "unknown key; planning ignores it.", f"Did you mean {name}?"
     yield from _misspelt_in_deepspeed(training.deepspeed)
 
 
@@ -121,7 +120,7 @@ def _misspelt_in_deepspeed(config: Any) -> Texts:
         beside = [name for name in known if name.rpartition(".")[0] == section]  # none in an unknown section
         near = () if key in known else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
         for name in near:
-            yield key, f"DeepSpeed does not know it (did you mean {name}?).", f"Write {name}, if that is meant."
+            yield key, "unknown key of DeepSpeed.", f"Did you mean {name}?"
 
 
 def _flag_off(training: Training) -> Texts:
