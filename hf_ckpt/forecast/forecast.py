@@ -232,7 +232,8 @@ class Forecaster:
                 if several is not None and several.fits:
                     rows = (several, *rows)
                 elif several is not None:
-                    peak, above = format_bytes(several.peak_bytes), format_bytes(several.peak_bytes - self.budget)
+                    peak = format_bytes(several.peak_bytes)
+                    above = format_bytes(several.peak_bytes - self.budget)
                     notes += (f"several changes do not suffice: {several.options} needs {peak}, {above} too much",)
             return dataclasses.replace(first, notes=notes, rows=(*rows_of_spec, *rows))
         plan, *usual = forecast.rows

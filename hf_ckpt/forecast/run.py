@@ -75,11 +75,6 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     if training.trainer == "dpo":  # the pass of the reference is part of the head's, and goes through all blocks
         spent += _forward_nanoseconds(calls) - _forward_nanoseconds(shallow.calls)
     static = _static(model, training, batch)
-    tokens = max(training.tokens, training.target_tokens or 0)  # a source and its target count once
-    if "input_ids" not in batch:
-        tokens = 0
-    elif batch["input_ids"].dim() == 3:  # of multiple choice
-        tokens *= training.choices
     costs = dataclasses.replace(
         shallow,
         calls=calls,
@@ -87,7 +82,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
         static=static,
         family=all_blocks.family,
         model=all_blocks.model,
-        tokens=training.rows * tokens,
+        tokens=training.rows * _tokens_of(training, batch),
         sequences=training.batch,
         has_host=device.host_bandwidth > 0,
         blocks=tuple(model.likes),
@@ -171,6 +166,14 @@ def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[Cal
     likes = [(block, by_name[name]) for block, name in model.likes.items() if name in by_name]
     likes.sort(key=lambda pair: order.index(pair[0].stack))
     return tuple(dataclasses.replace(call, block=block) for block, call in likes)
+
+
+def _tokens_of(training: Question, batch: Mapping[str, Any]) -> int:
+    """Tokens of one row of a batch; 0 without text. A source and its target count once."""
+    if "input_ids" not in batch:
+        return 0
+    tokens = max(training.tokens, training.target_tokens or 0)
+    return tokens * training.choices if batch["input_ids"].dim() == 3 else tokens
 
 
 def _forward_nanoseconds(calls: Iterable[CallCosts]) -> int:
