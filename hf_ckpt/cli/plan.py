@@ -99,11 +99,11 @@ def _compare(arguments: argparse.Namespace, training: Question, console: Any) ->
         add_options(parser)
         changed = parser.parse_args(shlex.split(arguments.against))
         other, _ = _read_config({**options, **options_of(changed)}, arguments.config)
-    found = comparison(training, other, print_progress)
+    compared = comparison(training, other, print_progress)
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(compared, indent=1))
     else:
-        print_comparison(found, console)
+        print_comparison(compared, console)
     return 0
 
 

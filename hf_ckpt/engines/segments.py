@@ -119,9 +119,9 @@ class Run:
         runs = [self]
         results: dict[int, torch.Tensor] = {}
         while (before := runs[-1].before) is not None:
-            found = {place: before._find(place) for place in before.wanted}
-            results = {place: tensor for place, tensor in found.items() if tensor is not None}
-            if len(results) == len(found):
+            existing = {place: before._find(place) for place in before.wanted}
+            results = {place: tensor for place, tensor in existing.items() if tensor is not None}
+            if len(results) == len(existing):
                 break
             runs.append(before)
         for run in reversed(runs):
@@ -151,11 +151,11 @@ class Run:
             context.enter_context(torch.enable_grad())
             context.enter_context(saved_tensors_hooks(_nothing, _nothing))
             leaves = compat.torch.tree_leaves(self.again(*args))
-        made = {}
+        tensors = {}
         for place in self.wanted:
             tensor = self._find(place)  # what exists, such as a position bias that later blocks hold, is not held twice
-            made[place] = leaves[place].detach() if tensor is None else tensor
-        return made
+            tensors[place] = leaves[place].detach() if tensor is None else tensor
+        return tensors
 
 
 def result_of(tensor: Any) -> Result | None:
@@ -216,16 +216,16 @@ def pass_on(
     if run is None:
         pack, unpack = compat.torch.top_saved_tensor_hooks() or (functools.partial(Kept, block=block), Kept.value)
         held[0] = _Start(pack(hidden), unpack, hidden.requires_grad)
-    made = Run(again, held, block, hidden.device.type)
+    this_run = Run(again, held, block, hidden.device.type)
     inputs = {id(_owner_of(value)) for value in (*args, *others) if isinstance(value, torch.Tensor)}
     for place, leaf in enumerate(compat.torch.tree_leaves(output)):
         if not _has_graph(leaf):
             continue
         owner = _owner_of(leaf)
         if id(owner) not in inputs:
-            made.returned[place] = weakref.ref(leaf)
-            made.versions[place] = version_of(leaf)
-            vars(owner).setdefault(_RESULTS, {})[_geometry_of(leaf)] = Result(made, place, version_of(leaf))
+            this_run.returned[place] = weakref.ref(leaf)
+            this_run.versions[place] = version_of(leaf)
+            vars(owner).setdefault(_RESULTS, {})[_geometry_of(leaf)] = Result(this_run, place, version_of(leaf))
         # What the block hands on, such as T5's position bias, is older than this run, which holds it: to make it would
         # be a cycle. Later blocks hold it, too, so the run before need not make it.
         elif (result := result_of(leaf)) is not None:

@@ -218,9 +218,9 @@ def _positions(pairs: list[tuple[Block, Action]]) -> dict[str, list[int]]:
 
 def _made_again(pairs: list[tuple[Block, Action]]) -> Iterator[str]:
     """Yield how many blocks of a stack do not hold their hidden states, in words; nothing if all do."""
-    made = sum(action.made for _, action in pairs)
-    if made:
-        yield f"{made} of {counted(len(pairs), 'input')} made again"
+    count = sum(action.made for _, action in pairs)
+    if count:
+        yield f"{count} of {counted(len(pairs), 'input')} made again"
 
 
 def _summary(pairs: list[tuple[Block, Action]]) -> str:

@@ -152,14 +152,14 @@ def _rates(ranks: list[tuple[int | None, int | None]], seconds: float) -> Metric
 
 def _sum(counts: list[int | None]) -> int | None:
     """The sum of counts; None if one is unknown."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    numbers = [count for count in counts if count is not None]
+    return sum(numbers) if len(numbers) == len(counts) else None
 
 
 def largest(rows: list[Metrics]) -> Metrics:
     """The largest value of each figure in several rows; None if no row knows it."""
     values: Metrics = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        known = [value for row in rows if (value := row.get(key)) is not None]
-        values[key] = max(known, default=None)
+        figures = [value for row in rows if (value := row.get(key)) is not None]
+        values[key] = max(figures, default=None)
     return values

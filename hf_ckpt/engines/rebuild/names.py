@@ -191,14 +191,18 @@ class Recording:
         names = self.names
         if names is None:
             return {}
-        own = {_memory(value.tensor): names.of(node) for (node, _), value in names.values() if isinstance(value, Kept)}
-        own |= {ref.cdata: name for ref, _, name, value in self._packed if isinstance(value, (Kept, Stored))}
+        names_by_memory = {
+            _memory(value.tensor): names.of(node) for (node, _), value in names.values() if isinstance(value, Kept)
+        }
+        names_by_memory |= {
+            ref.cdata: name for ref, _, name, value in self._packed if isinstance(value, (Kept, Stored))
+        }
         kept: dict[int, tuple[str, int]] = {}
         for _, _, name, value in self._packed:
             for tensor in _held_by(value, set()):
                 storage = tensor.untyped_storage()
                 # What is kept only to rebuild a tensor from it, such as its 16 bits, has the name of that one.
-                kept.setdefault(storage._cdata, (own.get(storage._cdata, name), storage.nbytes()))
+                kept.setdefault(storage._cdata, (names_by_memory.get(storage._cdata, name), storage.nbytes()))
         dropped = {ref.cdata: (name, size) for ref, size, name, _ in reversed(self._packed) if ref.cdata not in kept}
         saved: Counter[tuple[str, bool]] = Counter()
         for tensors, is_dropped in ((kept, False), (dropped, True)):
