@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.console import print_plain
@@ -26,6 +26,11 @@ HEADS = ("way to train it", "options to set", "peak", "step", "tokens/s", "fits"
 """Columns of the table of rows."""
 NONE = {"policy": "none"}
 """The spec without checkpointing."""
+
+
+RESERVED = 1.12, 1.24
+"""Bytes that torch's allocator reserved, as multiples of those of tensors: the least and the most of published runs
+that report both, which had no expandable segments (docs/comparison.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +186,18 @@ def answer_of(training: Question, device: Device, row: Row, budget_bytes: int, m
         return f"Fits: {peak} of {memory} GiB on {name}{tokens}{each}."
     needs = f"every plan needs {peak} GiB or more" if row.peak_bytes > budget_bytes else f"the plan needs {peak} GiB"
     return f"Does not fit: {needs}. The budget is {budget} GiB, and {name} has {memory}."
+
+
+def notes_on_allocator(device: Device, row: Row) -> Iterator[str]:
+    """A note on fragmentation, if the plan of a row fits, but perhaps not with what the allocator adds to tensors."""
+    least, most = (share * row.peak_bytes for share in RESERVED)
+    least_share, most_share = (share - 1 for share in RESERVED)
+    if device.memory_bytes is not None and row.fits and most > device.memory_bytes:
+        yield (
+            f"in published runs, torch's allocator reserved {least_share:.0%} to {most_share:.0%} more than tensors "
+            f"need, here {format_bytes(round(least))} to {format_bytes(round(most))}: where lengths vary, set "
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or --budget {int(100 / RESERVED[1])}%"
+        )
 
 
 def assumed_of(training: Question, model: str, device: Device, budget_bytes: int) -> str:

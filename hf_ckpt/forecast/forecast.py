@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offloading, with_segments
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, spec_of, to_write
+from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, notes_on_allocator, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import OF_LIVE, ShallowModel, fields_of_live, kv_bytes, model_of_workload, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
@@ -291,6 +291,7 @@ class Forecaster:
                 *costs.notes,
                 *self._notes_beside(costs),
                 *self._compiled_note(plan, usual[f"full{label}"]),
+                *notes_on_allocator(self.device, row),
                 *([NEEDS_PLAN.format(**self._saved)] if row.spec == self._saved else []),
             ),
             rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),

@@ -21,7 +21,8 @@ from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import forecast as forecast_module
-from hf_ckpt.forecast.answer import print_forecast
+from hf_ckpt.forecast.answer import Row, notes_on_allocator, print_forecast
+from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster, largest_within
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question, question
@@ -456,6 +457,14 @@ def test_the_reference_pass_of_dpo_takes_time():
     asked = {"tokens": 64, "lora": 4, "device": "cpu"}
     sft, dpo = hf_ckpt.predict(config, 2, trainer="sft", **asked), hf_ckpt.predict(config, 1, trainer="dpo", **asked)
     assert 1.1 < dpo.step_seconds / sft.step_seconds < 1.5
+
+
+@pytest.mark.parametrize(("peak", "budget", "is_said"), [(12.0, 13.0, True), (11.7, 13.0, False), (13.5, 13.0, False)])
+def test_what_the_allocator_may_add_is_said_where_the_card_could_lack_it(peak, budget, is_said):
+    """The T4 has 14.56 GiB, which is more than 1.24 times 11.7 GiB, and less than 1.24 times 12 GiB."""
+    row = Row("", "", round(peak * GIB), 1.0, None, peak <= budget, None)
+    assert len(list(notes_on_allocator(device_named("t4"), row))) == is_said
+    assert not list(notes_on_allocator(device_named("cpu"), row))
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")

@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import hf_ckpt
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
+from hf_ckpt.forecast import run
 from hf_ckpt.forecast.batches import mean_square, micro_step
+from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.measure.live import LiveBytes
@@ -145,6 +147,28 @@ def test_blocks_stand_for_blocks_of_their_kind():
     assert kinds_of(model) == [0, 1, 2, 2, 2, 2, 2, 2, 8]
     config = transformers.Gemma2Config(vocab_size=64, intermediate_size=64, sliding_window=8, **GEMMA)
     assert kinds_of(transformers.Gemma2ForCausalLM(config)) == [0, 1, 2, 3, 4, 3, 4, 3, 8]
+
+
+@pytest.mark.parametrize(("name", "tried"), [("t5-small", 5), ("mini-llama", 2)])
+def test_actions_that_one_block_of_each_kind_tries_cost_what_all_blocks_show(name, tried, monkeypatch):
+    """T5's last decoder block tries them, too: it adds no gradient to that of the position bias."""
+    training = Question(model=name, tokens=32, lora=4, autocast="bfloat16", dtype="float32", device="a10")
+
+    def costs():
+        return run.costs_of_model(model_of_workload(training), training, device_named("a10"))
+
+    few = costs()
+    shown_by = run._shown_by
+    names = []
+
+    def all_blocks(model, step):
+        names.append(len({*shown_by(model, step).values()}))
+        return {call.name[0]: call.name[0] for call in step.calls}
+
+    monkeypatch.setattr(run, "_shown_by", all_blocks)
+    every = costs()
+    assert few.calls == every.calls
+    assert names == [tried]
 
 
 def everything_about(model):
