@@ -236,6 +236,7 @@ def test_a_count_of_operations_sees_blocks_in_eager_mode(graphs):
 # --- verification ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_verify_compares_with_the_same_blocks_at_share_1(graphs, monkeypatch):
     right = engine._compiled
 

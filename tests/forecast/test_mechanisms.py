@@ -32,6 +32,7 @@ def test_ddp_copies_gradients_into_buckets():
     assert parts_of(ranks=2, parallel="fsdp2")[name] == 0
 
 
+@pytest.mark.long
 def test_the_reference_of_dpo_has_a_copy_in_the_type_of_autocast():
     """The second model has weights of its own; autocast casts them, and these copies are alive during the forward."""
     weights = parts_of(dtype="float32")["weights"]

@@ -343,7 +343,9 @@ class Trainings(RuleBasedStateMachine):
         assert not process_hooks() - self.before
 
 
-@pytest.mark.parametrize(("count", "steps"), [(3, 4), pytest.param(6, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "steps"), [pytest.param(3, 4, marks=pytest.mark.long), pytest.param(6, 6, marks=pytest.mark.slow)]
+)
 def test_any_sequence(count, steps, monkeypatch):
     monkeypatch.setattr(session, "DeviceClock", OperationClock)  # no plan depends on how busy the machine is
     Trainings.recomputed = 0

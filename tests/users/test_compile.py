@@ -146,6 +146,7 @@ def test_every_action_runs_in_graphs(name):
     assert f"where nothing is counted: {counted(blocks, 'block')}" in str(whole.description)
 
 
+@pytest.mark.long
 @pytest.mark.trap(34)
 @pytest.mark.compat
 def test_a_compiled_block_is_checkpointed_or_a_warning_says_why_not(caplog):
