@@ -542,8 +542,12 @@ class Forecaster:
                 return rows[-1].fits
             return False
 
-        # Each needs less than the one before it, so few of them have to be measured.
-        if bisect.bisect_left(changes, True, key=fits) == len(changes) and asked.ranks == 1:
+        # 4 bits may need more than 16 with long sequences, so these are tried in turn; shorter sequences need less.
+        longest = [change for change in changes if change.get("tokens", asked.tokens) == asked.tokens]
+        shorter = changes[len(longest) :]
+        if any(map(fits, longest)):
+            return rows[-1]
+        if bisect.bisect_left(shorter, True, key=fits) == len(shorter) and asked.ranks == 1:
             fits(changes[-1] | shared)
         fitting = [row for row in rows if row.fits]
         return fitting[-1] if fitting else min(rows, key=lambda row: row.peak_bytes, default=None)
