@@ -172,7 +172,7 @@ def test_changes_behind_autograds_back_are_found_by_the_watch(steps, caplog):
 def test_hidden_states_changed_behind_a_block(torchs, monkeypatch):
     """Changing a block's input after its forward is an error that names the block: recomputations would use it."""
     if torchs == "another torch":  # whose record of a checkpointed call is not known
-        monkeypatch.setattr(compat.torch, "_READ", {"something else"})
+        monkeypatch.setattr(compat.checkpoint, "_READ", {"something else"})
     hidden = torch.ones(4, requires_grad=True) * 1
     output = FullRegion("block")(torch.sin, hidden)
     hidden.add_(1.0)

@@ -990,7 +990,7 @@ def differs_when_it_runs_again(kind):
 @pytest.mark.parametrize("engine", RUN_AGAIN)
 def test_an_error_of_a_recomputation_names_the_block(kind, engine, torchs, caplog, monkeypatch):
     if torchs == "another torch":  # whose record of a checkpointed call is not known
-        monkeypatch.setattr(compat.torch, "_READ", {"something else"})
+        monkeypatch.setattr(compat.checkpoint, "_READ", {"something else"})
     loss = custom_loss(planned(custom_model(differs_when_it_runs_again(kind)), ENGINES[engine]))
     with pytest.raises((KeyError, torch.utils.checkpoint.CheckpointError)) as raised:
         loss.backward()
