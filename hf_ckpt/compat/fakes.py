@@ -69,18 +69,18 @@ def run_on_fakes(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     tensors: set[int] = set()
     shapes = _shapes_of(args, tensors)
     key = operation, shapes, _shapes_of(kwargs.items(), tensors) if kwargs else (), len(tensors)
-    known = _known.get(key)
-    if known is not None and kind == "in place":
-        return source, known
-    if known is not None:
+    entry = _known.get(key)
+    if entry is not None and kind == "in place":
+        return source, entry
+    if entry is not None:
         with _without_modes():
-            empty = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-        return _fake(source, empty), known
+            empty = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype, device="meta")
+        return _fake(source, empty), entry
     result = function(*args, **kwargs)
     # `empty_strided` would allocate other bytes for a result that is a part of its storage.
     if kind == "in place" or result.untyped_storage().nbytes() == result.nbytes:
-        known = _known[key] = Known(result.shape, result.stride(), result.dtype)
-    return result, known
+        entry = _known[key] = Known(result.shape, result.stride(), result.dtype)
+    return result, entry
 
 
 def _fake(source: FakeTensor, meta: torch.Tensor) -> FakeTensor:
@@ -93,11 +93,11 @@ def _fake(source: FakeTensor, meta: torch.Tensor) -> FakeTensor:
     if attributes is None:
         attributes = _attributes[device] = dict(vars(FakeTensor(source.fake_mode, meta, device)))
         del attributes["fake_mode"]
-    made: FakeTensor = torch.Tensor._make_subclass(
+    tensor: FakeTensor = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    vars(made).update(attributes, fake_mode=source.fake_mode)
-    return made
+    vars(tensor).update(attributes, fake_mode=source.fake_mode)
+    return tensor
 
 
 def _shapes_of(values: Iterable[Any], tensors: set[int]) -> tuple[Any, ...]:

@@ -78,9 +78,9 @@ def predict(
     or device is unknown, or if the model cannot be measured.
     """
     if isinstance(model, nn.Module):
-        given = sorted(OF_LIVE & options.keys())
-        if given:
-            raise HfCkptError(f"a live model says by itself what {', '.join(given)} are: leave them out.")
+        fields = sorted(OF_LIVE & options.keys())
+        if fields:
+            raise HfCkptError(f"a live model says by itself what {', '.join(fields)} are: leave them out.")
         options |= fields_of_live(model)
     else:
         options["model"] = str(getattr(model, "model_type", model))
@@ -147,7 +147,7 @@ def comparison(first: Question, second: Question, tell: Callable[[str], None] = 
     the questions differ, and the lowest peak in bytes of the first question with it. Changes that are refused alone are
     left out. `peaks` are the two lowest peaks.
     """
-    lowest = [Forecaster(asked, tell).lowest() for asked in (first, second)]
+    lowest = [Forecaster(training, tell).lowest() for training in (first, second)]
     names = dict.fromkeys(name for forecast in lowest for name in forecast.parts)
     parts = [[name, *(forecast.parts.get(name, 0) for forecast in lowest)] for name in names]
     peaks = [forecast.floor_bytes for forecast in lowest]
@@ -366,7 +366,8 @@ class Forecaster:
             needed.append(nbytes(tensors) + optimizer_bytes(tensors, training.optimizer)[0])
         for (measured, _), costs in self._costs.items():
             larger = dataclasses.replace(measured, host_budget=training.host_budget, segments=training.segments)
-            batch, length = training.batch / larger.batch, training.tokens / larger.tokens
+            batch = training.batch / larger.batch
+            length = training.tokens / larger.tokens
             same_size = dataclasses.replace(
                 larger, batch=training.batch, tokens=training.tokens, accumulation=training.accumulation
             )
@@ -522,16 +523,16 @@ class Forecaster:
 
         If none fit, return the row with the lowest peak; None if no step could be measured.
         """
-        asked = self._asked
+        training = self._asked
         change: dict[str, Any] = {"mlp": "auto", "head": "auto"}
-        if asked.sharded:  # the head in chunks needs whole weights
+        if training.sharded:  # the head in chunks needs whole weights
             change |= {"parallel": "ddp"}
-        steps: list[dict[str, Any]] = [{"lora": asked.lora or 16}, {"load_in_4bit": True}]
-        steps.append({"batch": 1, "accumulation": asked.accumulation * asked.batch})
-        if not asked.sharded:
+        steps: list[dict[str, Any]] = [{"lora": training.lora or 16}, {"load_in_4bit": True}]
+        steps.append({"batch": 1, "accumulation": training.accumulation * training.batch})
+        if not training.sharded:
             steps.append({"segments": "sqrt"})
-        if asked.target_tokens is None:
-            steps += [{"tokens": max(1, asked.tokens // by)} for by in (2, 4, 8, 16)]
+        if training.target_tokens is None:
+            steps += [{"tokens": max(1, training.tokens // by)} for by in (2, 4, 8, 16)]
         changes = [*itertools.accumulate(steps, operator.or_, initial=change)]
         shared = {"ranks": 8, "parallel": "fsdp2", "head": "full", "load_in_4bit": False, "segments": None}
         rows: list[Row] = []
@@ -543,11 +544,11 @@ class Forecaster:
             return False
 
         # 4 bits may need more than 16 with long sequences, so these are tried in turn; shorter sequences need less.
-        longest = [change for change in changes if change.get("tokens", asked.tokens) == asked.tokens]
+        longest = [change for change in changes if change.get("tokens", training.tokens) == training.tokens]
         shorter = changes[len(longest) :]
         if any(map(fits, longest)):
             return rows[-1]
-        if bisect.bisect_left(shorter, True, key=fits) == len(shorter) and asked.ranks == 1:
+        if bisect.bisect_left(shorter, True, key=fits) == len(shorter) and training.ranks == 1:
             fits(changes[-1] | shared)
         fitting = [row for row in rows if row.fits]
         return fitting[-1] if fitting else min(rows, key=lambda row: row.peak_bytes, default=None)

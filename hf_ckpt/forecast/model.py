@@ -287,12 +287,12 @@ def _copy_on_meta(model: nn.Module) -> nn.Module:
         raise HfCkptError(f"{type(model).__name__} cannot be copied: {reason_of(error)}. Give its config.") from error
     detach(copied)
     for name, module in model.named_modules():
-        mine: Any = copied.get_submodule(name)
-        for hooks in (mine._forward_hooks, mine._forward_pre_hooks, mine._backward_hooks, mine._backward_pre_hooks):
+        part: Any = copied.get_submodule(name)
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()  # they are of code that must not run here
         if _is_in_4bit(module):
             source = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            source.bias = mine.bias
+            source.bias = part.bias
             compute = module.compute_dtype or torch.bfloat16
             layer = QuantisedLinear(source, compute, double=module.weight.quant_state.nested)
             copied.set_submodule(name, layer)

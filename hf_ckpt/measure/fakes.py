@@ -51,12 +51,12 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return not self._padded
         kwargs = kwargs or {}
-        result, known = compat.fakes.run_on_fakes(func, args, kwargs)
-        if known is not None:
+        result, entry = compat.fakes.run_on_fakes(func, args, kwargs)
+        if entry is not None:
             self.memory.count(result)
-            if known.work is None:
-                known.work = _work_of(func, args, kwargs, result)
-            self._nanoseconds += self._price(*known.work)
+            if entry.work is None:
+                entry.work = _work_of(func, args, kwargs, result)
+            self._nanoseconds += self._price(*entry.work)
             return result
         is_new = [self.memory.count(tensor) for tensor in tensors_in(result)]
         if any(is_new) or func._schema.is_mutable:  # all others are views, which launch nothing
