@@ -304,6 +304,10 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = 
     "torch._C.DisableTorchFunctionSubclass"
 )
 """Makes a context in which operations on tensor subclasses bypass the subclass."""
+without_torch_functions: Callable[[], contextlib.AbstractContextManager[None]] = private(
+    "torch._C.DisableTorchFunction"
+)
+"""Makes a context in which operations bypass TorchFunctionModes, too."""
 
 
 _push_mode = private("torch.utils._python_dispatch._push_mode")

@@ -1167,7 +1167,7 @@ def test_merging_adapters_is_a_named_error():
         loss.backward()
 
 
-@pytest.mark.parametrize("engine", ["full", "selective", "save attention"])
+@pytest.mark.parametrize("engine", ["full", "full+selective", "selective", "save attention"])
 def test_parameters_that_are_not_used_may_change(engine):
     """An optimizer may step one adapter before the backward of the other."""
 

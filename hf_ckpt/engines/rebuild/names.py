@@ -159,7 +159,8 @@ class Recording:
             value = pack(tensor)
             if self.names is not None:
                 try:
-                    self._add(self.names, tensor, value)
+                    with compat.torch.without_torch_functions():
+                        self._add(self.names, tensor, value)
                 except (AttributeError, NotImplementedError, RuntimeError) as error:  # of tensors of other types
                     log.debug("hf_ckpt: what `selective` keeps cannot be named: %s", error)
                     self.close()

@@ -134,13 +134,12 @@ class RebuildRegion(Region):
             self.parts_are_sharded = block is not None and any(map(compat.distributed.is_sharded, block.children()))
         tape = Tape(self, args, store, self._versions(fn))
         output = None
+        pack, unpack_saved = hooks(tape)
+        recording = self._recording(fn, args, tape)
+        if recording is not None:
+            pack = recording.of(pack)
         outer = running.tape
         running.tape = tape
-        pack, unpack_saved = hooks(tape)
-        recording = None
-        if self.saved is None and args and not compat.torch.is_fake(args[0]):
-            recording = Recording(Names(compat.transformers.module_of(fn), tape, args[0]))
-            pack = recording.of(pack)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack_saved):
                 output = fn(*args)
@@ -161,20 +160,31 @@ class RebuildRegion(Region):
             tape.close(output)
             if recording is not None:
                 recording.close()
-            # Another forward than the one before, for example in eval mode: places among the nodes are others, too.
-            if tape.saved != self.saved_tensors != 0:
-                self.hopeless.clear()
-                self.weights = None
-            self.saved_tensors = tape.saved
-            self.dropped_tensors = tape.dropped
-            if tape.saved and not tape.dropped:
-                warn_once(
-                    log,
-                    "`selective` with save %s found nothing in blocks like %s that can be rebuilt, so every activation "
-                    "is kept there. Use `full` for such blocks, also if they are compiled by themselves.",
-                    list(self.save),
-                    self.block,
-                )
+            self._learn(tape)
+
+    def _recording(self, fn: Callable[..., Any], args: tuple[Any, ...], tape: Tape) -> Recording | None:
+        """Return what records the names of saved tensors in the first forward; None in later ones."""
+        if self.saved is not None or not args or compat.torch.is_fake(args[0]):
+            return None
+        with compat.torch.without_torch_functions():  # a mode may refuse tensors that the block does not use
+            return Recording(Names(compat.transformers.module_of(fn), tape, args[0]))
+
+    def _learn(self, tape: Tape) -> None:
+        """Count what a forward has saved and dropped, and warn once if nothing can be rebuilt."""
+        # Another forward than the one before, for example in eval mode: places among the nodes are others, too.
+        if tape.saved != self.saved_tensors != 0:
+            self.hopeless.clear()
+            self.weights = None
+        self.saved_tensors = tape.saved
+        self.dropped_tensors = tape.dropped
+        if tape.saved and not tape.dropped:
+            warn_once(
+                log,
+                "`selective` with save %s found nothing in blocks like %s that can be rebuilt, so every activation is "
+                "kept there. Use `full` for such blocks, also if they are compiled by themselves.",
+                list(self.save),
+                self.block,
+            )
 
     def _versions(self, fn: Callable[..., Any]) -> dict[int, int]:
         """Return the in-place version of each parameter of the block whose forward is `fn`: id -> version."""
