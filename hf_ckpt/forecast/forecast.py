@@ -351,8 +351,7 @@ class Forecaster:
         choose = choice_within if fits else _fastest_or_lowest
         costs, choice = choose(self.candidates(training), self.budget)
         plan = plan_of(costs, choice)
-        others = {field: value for field, value in change.items() if value != getattr(self._asked, field)}
-        options = " ".join(word for field, value in others.items() for word in FIELDS[field].words(value))
+        options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
         spec = self._spec(costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
 
@@ -539,7 +538,8 @@ class Forecaster:
 
         def fits(change: Mapping[str, Any]) -> bool:
             with contextlib.suppress(HfCkptError):  # such as PEFT's, which knows no layers for adapters
-                rows.append(self._changed_row("several changes", change, fits=False))
+                others = {field: value for field, value in change.items() if value != getattr(training, field)}
+                rows.append(self._changed_row("several changes", others, fits=False))
                 return rows[-1].fits
             return False
 

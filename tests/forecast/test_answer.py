@@ -156,6 +156,7 @@ def test_the_largest_number_within_a_limit_and_the_next_one_are_tried(peak_of, l
     assert len(peaks) <= 24
 
 
+@pytest.mark.long
 def test_the_largest_batch_and_the_longest_sequences_are_planned_for(plan):
     """A question with the number that was found has the same answer, and the next one does not fit."""
     for asked, rest, found, following in (
@@ -187,6 +188,7 @@ def test_the_code_to_copy_makes_the_model_that_was_planned_for(tmp_path):
         assert sum(parameter.nbytes for parameter in model.parameters()) + scales == found.parts["weights"]
 
 
+@pytest.mark.long
 def test_two_trainings_are_compared_part_by_part(folder, monkeypatch, capsys):
     """A training file or options against a question: parts add up, and single changes are answers of their own."""
     monkeypatch.chdir(folder)
@@ -283,6 +285,7 @@ def test_ranks_share_all_that_the_optimizer_needs():
         assert part.optimizer_nanoseconds == pytest.approx(one.optimizer_nanoseconds / 4, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "batches", "fits", "chosen"),
     [
@@ -307,6 +310,7 @@ def test_a_step_is_split_into_the_fastest_micro_batches(options, batches, fits, 
         assert alone is not None or row["peak_bytes"] > rows[0]["peak_bytes"]
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_split_may_fit_where_micro_steps_do_not():
     """Under accumulation, all gradients are alive while a micro-step runs."""
     asked = {"model": "mini-llama", "tokens": 64, "device": "h100", "optimizer": "sgd"}
@@ -320,6 +324,7 @@ def test_a_step_that_is_not_split_may_fit_where_micro_steps_do_not():
     assert raised.value.floor_bytes == whole
 
 
+@pytest.mark.long
 def test_a_spec_that_is_given_has_a_row(tmp_path):
     """With the figures of its policy, beside those of the best plan; also if it leaves some stacks to the planner."""
     asked = {"model": "mini-llama", "batch": 4, "tokens": 256, "device": "a10", "budget": "320MiB"}
@@ -450,6 +455,7 @@ def test_the_config_of_a_model_gives_a_plan_for_its_blocks_and_weights(family, l
     assert forecast.parts["weights"] == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.long
 def test_the_reference_pass_of_dpo_takes_time():
     """DPO of a pair runs one more forward than SFT of two sequences, through all blocks and not only the measured."""
     config = tiny_model("llama", layers=2).config
@@ -495,6 +501,7 @@ def test_a_plan_whose_budget_could_not_be_measured_is_to_be_saved():
     assert not measurable.notes
 
 
+@pytest.mark.long
 def test_segments_are_planned_where_asked_and_advised_before_fewer_tokens():
     """The spec of a plan in segments makes this plan, without measuring."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}

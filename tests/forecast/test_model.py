@@ -149,6 +149,7 @@ def test_blocks_stand_for_blocks_of_their_kind():
     assert kinds_of(transformers.Gemma2ForCausalLM(config)) == [0, 1, 2, 3, 4, 3, 4, 3, 8]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "tried"), [("t5-small", 5), ("mini-llama", 2)])
 def test_actions_that_one_block_of_each_kind_tries_cost_what_all_blocks_show(name, tried, monkeypatch):
     """T5's last decoder block tries them, too: it adds no gradient to that of the position bias."""
@@ -238,6 +239,7 @@ def test_what_is_frozen_adapted_or_cast_in_a_live_model_is_read_from_it(change):
     assert full <= none
 
 
+@pytest.mark.long
 def test_a_live_model_in_4_bits_is_planned_as_its_options(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     of_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}

@@ -832,6 +832,7 @@ def test_a_later_step_above_the_budget_voids_its_plan(again, capsys):
     assert (current(model).limit_bytes < half()) == again
 
 
+@pytest.mark.long
 def test_two_backwards_that_need_more_than_the_budget_void_their_plan():
     """Nothing but its peak is known of such a step."""
     model = model_of("llama")
