@@ -51,7 +51,8 @@ def test_recipe_runs(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = re.split(r"[\r\n]+", done.stderr)
     plans = [line for line in lines if line.startswith("hf_ckpt: ")]
-    assert "blocks are checkpointed by hf_ckpt" in plans[-1]
+    assert "blocks are checkpointed by hf_ckpt" in plans[-2]
+    assert plans[-1] == "hf_ckpt: 4 steps of training"
     assert [line for line in lines if re.search(r"(?<!/)hf_ckpt(?!/)", line) and line not in plans] == []  # no warning
     calls, recomputed = map(int, re.search(r"(\d+) forwards of planned blocks; (\d+) recomp", done.stdout).groups())
     assert calls == BLOCK_CALLS[recipe]
