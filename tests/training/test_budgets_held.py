@@ -165,7 +165,7 @@ def cases(names):
     """CI runs the rows at one share, another marker at all shares."""
     for name in names:
         yield pytest.param(name, (0.5,), marks=pytest.mark.slow, id=name)
-        yield pytest.param(name, SHARES, marks=pytest.mark.thorough, id=f"{name}, all shares")
+        yield pytest.param(name, SHARES, marks=[pytest.mark.thorough, pytest.mark.slow], id=f"{name}, all shares")
 
 
 @pytest.mark.trap(14, 37)
