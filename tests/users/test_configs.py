@@ -93,7 +93,7 @@ def test_ddp_launches_a_recipe_on_two_processes(tmp_path):
     extra = {"HF_HOME": str(tmp_path)}
     done = python(*start, *two, "-m", "hf_ckpt", *recipe, cwd=ROOT, extra=extra)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("hf_ckpt: ") == 2  # the plan, and who checkpoints, on the first rank
+    assert done.stderr.count("hf_ckpt: ") == 3  # the plan, who checkpoints, and the table, on the first rank
     assert "16 forwards of planned blocks; 16 recomputations" in done.stdout
     assert metrics(out, "start")[0]["world_size"] == 2
     assert len(metrics(out)) == 4
