@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
+from hf_ckpt.engines.rebuild import names
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.measure.live import LiveBytes
@@ -193,3 +194,18 @@ def test_what_was_learned_of_a_block_ends_with_its_structure(family, monkeypatch
                 parameter.requires_grad_(number % 2 == 0)
     assert held_by(model, tiny_batch(family))[0] == held_by(fresh, tiny_batch(family))[0]
     assert hf_ckpt.describe(model).dropped_tensors == hf_ckpt.describe(fresh).dropped_tensors > 0
+
+
+@pytest.mark.parametrize("where", ["_add", "_sizes"])
+def test_tensors_that_cannot_be_named_end_no_run(where, monkeypatch, caplog):
+    """It is logged, and the forward is that of every other one."""
+
+    def fail(*_):
+        raise AttributeError("no name")
+
+    caplog.set_level("INFO", "hf_ckpt")
+    monkeypatch.setattr(names.Recording, where, fail)
+    model = planned(tiny_model("llama"), "selective")
+    step(model, tiny_batch("llama"))
+    assert hf_ckpt.describe(model).dropped_tensors
+    assert "cannot name what `selective` keeps: AttributeError: no name" in caplog.text

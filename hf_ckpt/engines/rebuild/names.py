@@ -5,10 +5,11 @@ Only the first forward of a block is recorded, so that later ones do not pay for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -158,15 +159,24 @@ class Recording:
         def pack_and_record(tensor: torch.Tensor) -> Any:
             value = pack(tensor)
             if self.names is not None:
-                try:
-                    with compat.torch.without_torch_functions():
-                        self._add(self.names, tensor, value)
-                except (AttributeError, NotImplementedError, RuntimeError) as error:  # of tensors of other types
-                    log.debug("hf_ckpt: what `selective` keeps cannot be named: %s", error)
-                    self.close()
+                with self._naming():
+                    self._add(self.names, tensor, value)
             return value
 
         return pack_and_record
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Make a context for the naming of tensors. If it fails, nothing of the block is named, and that is logged.
+
+        Names are for people only, and may not end a run: tensors of other types lack a storage or attributes.
+        """
+        try:
+            with compat.torch.without_torch_functions():
+                yield
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            log.info("hf_ckpt: `describe` cannot name what `selective` keeps: %s: %s", type(error).__name__, error)
+            self.close()
 
     def _add(self, names: Names, tensor: torch.Tensor, value: Any) -> None:
         """Record a tensor that autograd saves, and what is held in its place."""
@@ -189,9 +199,13 @@ class Recording:
 
         Empty if a tensor could not be named.
         """
-        names = self.names
-        if names is None:
-            return {}
+        if self.names is not None:
+            with self._naming():
+                return self._sizes(self.names)
+        return {}
+
+    def _sizes(self, names: Names) -> Saved:
+        """As `saved`, with the names of the forward."""
         names_by_memory = {
             _memory(value.tensor): names.of(node) for (node, _), value in names.values() if isinstance(value, Kept)
         }
