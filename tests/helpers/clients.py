@@ -71,7 +71,8 @@ def assert_trained_alike(reference: Run, run: Run, plan: str, message: str = "")
         assert run.computed[name] == passes * (2 if action == "full" else 1), name
         assert done.forwards.get(name, 0) == (0 if action == "keep" else passes), name
         if action == "selective":
-            assert done.recomputed[name] >= 3 * passes, name  # operations
+            # Operations. A first block with adapters, without a gradient to its input, rebuilds two: its noise is kept.
+            assert done.recomputed[name] >= 2 * passes, name
         else:
             assert done.recomputed.get(name, 0) == done.forwards.get(name, 0), name
     assert bool(done.dropped_tensors) == ("selective" in actions[plan])
