@@ -300,7 +300,7 @@ def with_offloading(
         return [costs]
     stays = {*fixed, *staying(costs.blocks or (call.block for call in costs.calls))}
     movable = [place for place, call in enumerate(costs.calls) if call.block.name not in stays]
-    candidates = []
+    variants = []
     for base, moved in OFFLOADED.items():
         sizes = {}
         for place in movable:
@@ -313,8 +313,8 @@ def with_offloading(
             cost = _with_copies(costs, place, base, sizes, host_bandwidth, launch_nanoseconds)
             calls[place] = dataclasses.replace(calls[place], costs={**calls[place].costs, moved: cost})
         if sizes:
-            candidates.append(dataclasses.replace(costs, calls=tuple(calls), actions=(*costs.actions, moved)))
-    return candidates or [costs]
+            variants.append(dataclasses.replace(costs, calls=tuple(calls), actions=(*costs.actions, moved)))
+    return variants or [costs]
 
 
 def _buffer_bytes(base: Action, sizes: Collection[int]) -> int:

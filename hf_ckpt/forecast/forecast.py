@@ -9,13 +9,13 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hf_ckpt.costs.costs import ON_DEVICE, Choice, Costs, timeline, with_offloading, with_segments
+from hf_ckpt.costs.costs import ON_DEVICE, Costs, timeline, with_offloading, with_segments
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, notes_on_allocator, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
@@ -25,7 +25,7 @@ from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_d
 from hf_ckpt.forecast.ranks import sent_bytes
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
-from hf_ckpt.planner.choose import choice_within, frontier, in_segments_of, peak_of_least, plan_of
+from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.spec.plan import Plan
@@ -104,14 +104,6 @@ def micro_batches(sequences: int) -> list[int]:
         if not batches or batch >= 2 * batches[-1] or batch == sequences:
             batches.append(batch)
     return batches
-
-
-def _fastest_or_lowest(candidates: Sequence[Costs], limit: int) -> tuple[Costs, Choice]:
-    """The fastest plan within a limit; if none fits, the one with the lowest peak."""
-    try:
-        return choice_within(candidates, limit)
-    except InfeasibleError as error:
-        return choice_within(candidates, error.floor_bytes)
 
 
 def largest_within(peak_of: Callable[[int], int], limit: int) -> dict[int, int]:
@@ -248,8 +240,7 @@ class Forecaster:
 
     def lowest(self) -> Forecast:
         """Return the forecast of the plan with the lowest peak, whatever the budget is."""
-        candidates = self.candidates(self.training)
-        return self._forecast(*choice_within(candidates, peak_of_least(candidates)), self.budget)
+        return self._forecast(self.planner_of(self.training).lowest(), self.budget)
 
     def within(self, budget: float | str) -> Forecast:
         """Return the fastest plan within a budget: bytes, a text such as "20GiB", or a share of the device.
@@ -259,18 +250,21 @@ class Forecaster:
         return self._within(budget_bytes(parse_budget(budget), self._memory))
 
     def _within(self, limit: int) -> Forecast:
-        return self._forecast(*choice_within(self.candidates(self.training), limit), limit)
+        return self._forecast(self.planner_of(self.training).within(limit), limit)
 
-    def _forecast(self, costs: Costs, choice: Choice, limit: int) -> Forecast:
-        """Return the forecast whose plan has these costs and actions."""
+    def _forecast(self, selection: Selection, limit: int) -> Forecast:
+        """Return the forecast whose plan has these actions."""
         training = self.training
-        plan = plan_of(costs, choice, limit, self.device.name)
+        costs = selection.costs
+        plan = selection.plan(limit, self.device.name)
         row = self._row("this plan", plan, limit, spec=self._spec(costs, plan, limit, training))
         # transformers has no head in chunks: its ways are measured with the whole head, and are labelled so.
         whole_head = self.costs_of(dataclasses.replace(training, head="full"))
         label = "" if training.head == "full" else ", head as a whole"
-        usual = {name + label: plan_of(whole_head, whole_head.uniform(action)) for name, action in USUAL.items()}
-        moments = timeline(costs, choice)
+        usual = {
+            name + label: Selection(whole_head, whole_head.uniform(action)).plan() for name, action in USUAL.items()
+        }
+        moments = selection.timeline
         (_, resident), *moving = moments.worst.parts().items()
         static = costs.static
         parts = {
@@ -325,7 +319,7 @@ class Forecaster:
 
     @functools.cached_property
     def _frontier(self) -> dict[int, Plan]:
-        return frontier(self.candidates(self.training))
+        return self.planner_of(self.training).frontier()
 
     def _row(self, name: str, plan: Plan, limit: int, options: str = "", spec: Any = None) -> Row:
         predicted = plan.prediction
@@ -348,11 +342,11 @@ class Forecaster:
         """Return the fastest plan with a change. If none fits, raise `InfeasibleError`, or without `fits`, return the
         one with the lowest peak."""
         training = on_device(dataclasses.replace(self._asked, **change), self.device)
-        choose = choice_within if fits else _fastest_or_lowest
-        costs, choice = choose(self.candidates(training), self.budget)
-        plan = plan_of(costs, choice)
+        planner = self.planner_of(training)
+        selection = planner.within(self.budget) if fits else planner.within_or_lowest(self.budget)
+        plan = selection.plan()
         options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
-        spec = self._spec(costs, plan, self.budget, training)
+        spec = self._spec(selection.costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
 
     def _least_bytes(self, change: Mapping[str, Any]) -> int:
@@ -378,7 +372,7 @@ class Forecaster:
             # always alive. No part grows with more than the square of the length, or that of a packed row.
             share = (batch * length) ** 2 if training.packing else batch * length**2
             always = costs.static.always - costs.static.buffers
-            needed.append(always + math.floor(share * (peak_of_least(self.candidates(larger)) - always)))
+            needed.append(always + math.floor(share * (self.planner_of(larger).lowest_peak - always)))
         return max(needed)
 
     def _spec_rows(self) -> tuple[tuple[Row, ...], tuple[str, ...]]:
@@ -395,8 +389,8 @@ class Forecaster:
         parts: dict[str, Any] = {"head": head, "mlp": spec.mlp, "host_budget": spec.host_budget}
         training = on_device(dataclasses.replace(self._asked, **parts), self.device)
         limit = self.budget if spec.budget is None else budget_bytes(spec.budget, self._memory)
-        costs, choice = _fastest_or_lowest(self._costs_of_spec(spec, training), limit)
-        return (self._row("the spec that is given", plan_of(costs, choice), self.budget, spec=spec.to_dict()),), ()
+        plan = Planner(self._costs_of_spec(spec, training)).within_or_lowest(limit).plan()
+        return (self._row("the spec that is given", plan, self.budget, spec=spec.to_dict()),), ()
 
     def _costs_of_spec(self, spec: Spec, training: Question) -> list[Costs]:
         """Return the costs of the actions that a spec gives; stacks that it leaves to the planner have all actions."""
@@ -430,7 +424,7 @@ class Forecaster:
         def peak_of(number: int) -> int:
             change: dict[str, Any] = {name: number * unit}
             training = on_device(dataclasses.replace(self._asked, **change), self.device)
-            return peak_of_least(self.candidates(training))
+            return self.planner_of(training).lowest_peak
 
         def or_refused(number: int) -> int:
             try:
@@ -553,12 +547,12 @@ class Forecaster:
         fitting = [row for row in rows if row.fits]
         return fitting[-1] if fitting else min(rows, key=lambda row: row.peak_bytes, default=None)
 
-    def candidates(self, training: Question) -> list[Costs]:
-        """Return the costs from which the plan for a question is made."""
+    def planner_of(self, training: Question) -> Planner:
+        """Return the planner for a question, with host memory and segments as it has them."""
         costs = self.costs_of(training)
         host = self.device.host_bandwidth, self.device.launch_nanoseconds, training.host_budget
         divided = [] if training.segments is None else in_segments_of(costs, training.segments)
-        return [*with_offloading(costs, *host), *divided]
+        return Planner([*with_offloading(costs, *host), *divided])
 
     def costs_of(self, training: Question, further: frozenset[Action] = frozenset()) -> Costs:
         """Return what each action of each block costs in a step, on one rank. It measures each training once.
@@ -567,7 +561,7 @@ class Forecaster:
         on fake tensors.
         """
         model = self._model_of(training)
-        # Offloading and segments are computed from costs, see `candidates`.
+        # Offloading and segments are computed from costs, see `planner_of`.
         key = dataclasses.replace(training, host_budget=None, segments=None), further
         if key not in self._costs:
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")

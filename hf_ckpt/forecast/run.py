@@ -35,7 +35,7 @@ from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
-from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, candidates
+from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, planned_actions
 from hf_ckpt.spec.plan import Plan
 
 
@@ -63,7 +63,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
         batch = micro_step(training, model.base).batch
     whole = _measure(model, training, device, FULL)
     tile = None if training.mlp == "full" else training.mlp
-    actions = tuple(dict.fromkeys([*candidates(tile=tile), *further]))
+    actions = tuple(dict.fromkeys([*planned_actions(tile=tile), *further]))
     step = _with_trials_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}

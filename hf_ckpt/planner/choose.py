@@ -1,4 +1,4 @@
-"""Finds the fastest plan within a budget, or the one with the lowest peak. Pure functions that do not import torch.
+"""Finds the fastest choice of actions for every limit, in one table. Does not import torch.
 
 Every moment of a step needs the bytes that the calls so far have left, plus bytes of its own. So the table of a batch
 is made from the last call to the first: each way to run the calls from a place on has its time, and the bytes that it
@@ -19,39 +19,20 @@ Bytes are exact. Times are exact up to `WIDTH` ways, and good to a small share o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy
 import numpy.typing
 
-from hf_ckpt.costs.costs import (
-    RECOMPUTED,
-    CallCosts,
-    Choice,
-    Cost,
-    Costs,
-    step_nanoseconds,
-    timeline,
-    with_segments,
-)
-from hf_ckpt.errors import InfeasibleError
-from hf_ckpt.planner import policies
-from hf_ckpt.spec.actions import KEEP, Action
-from hf_ckpt.spec.plan import Plan, Prediction
-from hf_ckpt.spec.reading import Segments
-from hf_ckpt.units import format_bytes
+from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs
+from hf_ckpt.spec.actions import Action
 
-NEARLY = 1.02
-"""If no plan fits, the plan may need this multiple of the lowest peak: the last percents of memory cost most time."""
 WIDTH = 1000
 """Most ways to run the calls from a place on that are kept."""
-LONG = 8
-"""Blocks of a stack from which several numbers of segments are compared."""
 SIZES = 4
 """Most numbers of bytes that the end of a stack is assumed to free."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -80,24 +61,34 @@ class _Option(NamedTuple):
     """The least `rebuilt` that this option counts on in the call before."""
 
 
-def fastest(costs: Costs, limit: int) -> Choice | None:
-    """The choice with the least predicted time whose peak is at most `limit` bytes; None if no choice fits.
+class Choices:
+    """The fastest choices of actions for a step, one for every limit.
 
-    Of equally fast choices, that with earlier actions is taken, and of their orders, that in which the first calls keep
-    least.
+    Args:
+        costs: of the step.
     """
-    fitting = [
-        (table.times[place], table, place) for table in _tables(costs) if (place := table.first(limit)) is not None
-    ]
-    if not fitting:
-        return None
-    _, table, place = min(fitting, key=lambda row: row[0])
-    return table.choice(place)
 
+    def __init__(self, costs: Costs) -> None:
+        self._tables = _tables(costs)
 
-def lowest_peak(costs: Costs) -> int:
-    """The lowest peak of all choices, in bytes."""
-    return min(table.peaks[-1] for table in _tables(costs))
+    def within(self, limit: int) -> Choice | None:
+        """The choice with the least predicted time whose peak is at most `limit` bytes; None if no choice fits.
+
+        Of equally fast choices, that with earlier actions is taken, and of their orders, that in which the first calls
+        keep least.
+        """
+        fitting = [
+            (table.times[place], table, place) for table in self._tables if (place := table.first(limit)) is not None
+        ]
+        if not fitting:
+            return None
+        _, table, place = min(fitting, key=lambda row: row[0])
+        return table.choice(place)
+
+    @property
+    def lowest_peak(self) -> int:
+        """The lowest peak of all choices, in bytes."""
+        return min(table.peaks[-1] for table in self._tables)
 
 
 @functools.lru_cache(maxsize=64)  # a planner asks for many limits of the same `Costs` object
@@ -261,179 +252,3 @@ def _nanoseconds(cost: Cost) -> int:
 def _least_first(call: CallCosts) -> list[tuple[Action, Cost]]:
     """The actions of a call and their costs; those that keep least come first."""
     return sorted(call.costs.items(), key=lambda pair: pair[1].kept_bytes)
-
-
-# --- plans for a budget -----------------------------------------------------------------------------------------------
-
-
-def plan_within(candidates: Sequence[Costs], budget_bytes: int, device: str = "") -> Plan:
-    """The fastest plan whose predicted peak is at most `budget_bytes`.
-
-    Args:
-        candidates: costs of the same step, to plan with; of equally fast ones, the first is taken.
-        budget_bytes: the peak that is allowed.
-        device: what it was planned for: a row of the table of devices, or the name of the device that trains.
-
-    Raises `InfeasibleError` if no plan fits, with what fills the lowest peak and what would lower it.
-    """
-    return plan_of(*choice_within(candidates, budget_bytes), budget_bytes, device)
-
-
-def choice_within(candidates: Sequence[Costs], budget_bytes: int) -> tuple[Costs, Choice]:
-    """The candidate and the choice of actions of the fastest plan within a budget.
-
-    Takes the arguments of `plan_within`, and raises `InfeasibleError` like it.
-    """
-    choices = [(costs, choice) for costs in candidates if (choice := fastest(costs, budget_bytes)) is not None]
-    if not choices:
-        raise _infeasible(min(candidates, key=lowest_peak), budget_bytes)
-    return min(choices, key=lambda pair: step_nanoseconds(*pair))
-
-
-def best_plan(candidates: Sequence[Costs], budget_bytes: int, device: str = "") -> tuple[Plan, Sequence[str]]:
-    """The plan of `plan_within`; if none fits, the fastest that is near the lowest peak, and what would lower that.
-
-    A block that is called several times needs the same action in all its calls, which `plan_within` cannot ensure,
-    because it chooses call by call. Then the first blocks get one action, and the rest another.
-    """
-    names = {call.block.name for call in candidates[0].calls}
-    if len(names) == len(candidates[0].calls):
-        try:
-            return plan_within(candidates, budget_bytes, device), ()
-        except InfeasibleError as error:
-            most = round(NEARLY * error.floor_bytes)
-            return plan_of(*choice_within(candidates, most), budget_bytes, device), error.hints
-    in_runs = [(costs, choice) for costs in candidates for choice in _in_two_runs(costs)]
-    peaks = [timeline(*pair).peak_bytes for pair in in_runs]
-    hints = []
-    most = budget_bytes
-    if min(peaks) > budget_bytes:
-        hints = [_fewer_tokens(candidates[0])]
-        most = round(NEARLY * min(peaks))
-    fitting = [pair for pair, peak in zip(in_runs, peaks, strict=True) if peak <= most]
-    return plan_of(*min(fitting, key=lambda pair: step_nanoseconds(*pair)), budget_bytes, device), hints
-
-
-def _in_two_runs(costs: Costs) -> Iterator[Choice]:
-    """The choices with one action for the first blocks, and the same or one that keeps more for the rest."""
-    names = dict.fromkeys(call.block.name for call in costs.calls)
-    places = {name: place for place, name in enumerate(names)}
-    # `costs.actions` begins with what keeps most, and so does each pair.
-    for rest, first in itertools.combinations_with_replacement(map(costs.uniform, costs.actions), 2):
-        for number in range(len(places)):
-            yield tuple(
-                first[place] if places[call.block.name] < number else rest[place]
-                for place, call in enumerate(costs.calls)
-            )
-
-
-def peak_of_least(candidates: Sequence[Costs]) -> int:
-    """The lowest peak of any plan, in bytes."""
-    return min(map(lowest_peak, candidates))
-
-
-def frontier(candidates: Sequence[Costs], points: int = 24) -> dict[int, Plan]:
-    """Peak in bytes -> the fastest plan for it, for budgets from the lowest peak to that of no checkpointing, in even
-    steps.
-
-    Args:
-        candidates: costs of the same step, to plan with.
-        points: how many budgets; several may have one plan.
-    """
-    low = peak_of_least(candidates)
-    high = max(low, timeline(candidates[0], candidates[0].uniform(KEEP)).peak_bytes)
-    plans = [plan_within(candidates, low + (high - low) * number // max(points - 1, 1)) for number in range(points)]
-    # Of equally fast plans, that with the lowest peak stays.
-    by_seconds = {plan.prediction.step_seconds: plan for plan in reversed(plans) if plan.prediction}
-    return {plan.prediction.peak_bytes: plan for plan in reversed(by_seconds.values()) if plan.prediction}
-
-
-def plan_of(costs: Costs, choice: Choice, budget_bytes: int | None = None, device: str = "") -> Plan:
-    """The plan that gives every call its chosen action, with the predicted cost.
-
-    Args:
-        costs: of the step.
-        choice: the action of every call.
-        budget_bytes: the peak that was allowed; None without a budget.
-        device: what it was planned for: a row of the table of devices, or the name of the device that trains.
-    """
-    moments = timeline(costs, choice)
-    prediction = Prediction(
-        peak_bytes=moments.peak_bytes,
-        step_seconds=step_nanoseconds(costs, choice) / 1e9,
-        tokens=costs.tokens * costs.accumulation,
-        parts=tuple(moments.worst.parts().items()),
-        budget_bytes=budget_bytes,
-        device=device,
-        stacks=tuple(moments.kept_bytes.items()),
-    )
-    chosen = {call.block: action for call, action in zip(costs.calls, choice, strict=True)}
-    pairs = tuple((block, chosen.get(block, KEEP)) for block in costs.blocks or chosen)
-    return Plan(costs.family, costs.model, pairs, prediction, costs.head_tokens)
-
-
-def in_segments_of(costs: Costs, segments: Segments | None = None, fixed: Collection[str] = ()) -> list[Costs]:
-    """The costs of plans whose blocks are recomputed in segments, one plan each.
-
-    Empty if there are none: too few blocks are recomputed, a block is called several times, or segments do not work.
-
-    Args:
-        costs: of the step.
-        segments: as `Spec.segments`; None for several numbers of segments, from that for which a step holds least.
-        fixed: names of blocks whose action is not chosen.
-    """
-    if not costs.divides or len({call.block for call in costs.calls}) < len(costs.calls):
-        return []
-    longest = max(collections.Counter(call.block.stack for call in costs.calls).values())
-    shares = [longest * share // 4 for share in (2, 3)] if longest >= LONG else []
-    numbers: list[Segments] = ["sqrt", *shares] if segments is None else [segments]
-    plans = []
-    for base in costs.actions:
-        if base.kind not in RECOMPUTED:
-            continue
-        pairs = zip(costs.calls, costs.uniform(base), strict=True)
-        held = {call.block: action for call, action in pairs if call.block.name not in fixed}
-        for number in numbers:
-            actions = policies.in_segments(held, number)
-            if any(action.made for action in actions.values()):
-                plans.append(with_segments(costs, actions))
-    return plans
-
-
-def _fewer_tokens(costs: Costs) -> str:
-    """What lowers the memory of activations."""
-    smaller = "" if costs.sequences == 1 else "a smaller batch with as many more accumulated steps, or "
-    return f"{smaller}shorter sequences"
-
-
-def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
-    """The error for a budget below the lowest peak of `costs`."""
-    lowest = fastest(costs, lowest_peak(costs))
-    assert lowest is not None
-    moments = timeline(costs, lowest)
-    parts = moments.worst.parts()
-    hints = [_fewer_tokens(costs)]
-    segments_bytes = min(map(lowest_peak, in_segments_of(costs)), default=moments.peak_bytes)
-    if segments_bytes * NEARLY < moments.peak_bytes:
-        hints.insert(
-            0, f'segments of blocks ("segments": "sqrt"), with which the peak is {format_bytes(segments_bytes)}'
-        )
-    # Then nothing helps that lowers the memory of blocks.
-    if costs.static.always + costs.static.gradients > budget_bytes or "optimizer" in moments.worst.label:
-        alone = f"weights, gradients and the optimizer alone need {format_bytes(costs.static.optimizer_peak_bytes)}"
-        hints = [f"{alone}: use LoRA, an optimizer with a smaller state or step, or shard them"]
-    if moments.worst.label.startswith("head"):  # whose own memory no action of a block reduces
-        # Advised only where a step has shown that it helps; TRL's losses, for example, never call the head.
-        chunks = 'the head in chunks ("head": "auto"), or ' if costs.chunks_help else ""
-        size = format_bytes(parts[f"temporary in {moments.worst.label}"])
-        hints.append(f"the head and its loss are the peak, with {size}: {chunks}fewer tokens a micro-step")
-    kept = parts["kept for backward"]
-    if costs.has_host and kept and moments.peak_bytes - kept <= budget_bytes and len(costs.calls) > 1:
-        hints.append(f"what blocks keep is {format_bytes(kept)} of it: a larger `host_budget` holds it in host memory")
-    filled = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    above = f"{filled}), {format_bytes(moments.peak_bytes - budget_bytes)} too much. What would lower it:"
-    lowest_bytes = format_bytes(moments.peak_bytes)
-    message = f"no plan fits into {format_bytes(budget_bytes)}: the lowest peak is {lowest_bytes} ({above}"
-    error = InfeasibleError(budget_bytes, moments.peak_bytes, parts, hints, message)
-    error.notes = costs.notes
-    return error

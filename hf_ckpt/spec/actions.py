@@ -73,7 +73,7 @@ class ActionKind:
     """Whether it can be the `policy` of a spec."""
     options: tuple[str, ...] = ()
     """Fields of `Action`, beside `kind`, that it uses."""
-    candidates: tuple[Action, ...] = ()
+    forms: tuple[Action, ...] = ()
     """Its forms that a plan for a budget chooses from."""
     is_exact: bool = True
     """Whether gradients are bit-equal to those without checkpointing. Others are equal up to rounding, so that a plan
@@ -91,7 +91,7 @@ ACTIONS: dict[str, ActionKind] = {
         ActionKind(
             "keep",
             is_policy=False,
-            candidates=(KEEP,),
+            forms=(KEEP,),
             next=SELECTIVE,
         ),
         ActionKind(
@@ -99,7 +99,7 @@ ACTIONS: dict[str, ActionKind] = {
             engine="hf_ckpt.engines.rebuild.region:make",
             hooks="hf_ckpt.engines.rebuild.region:hooks",
             options=("save", "moved"),
-            candidates=(SELECTIVE, Action("selective", ("attention",))),
+            forms=(SELECTIVE, Action("selective", ("attention",))),
             next=FULL,
         ),
         ActionKind(
@@ -107,14 +107,14 @@ ACTIONS: dict[str, ActionKind] = {
             engine="hf_ckpt.engines.full:make",
             hooks="hf_ckpt.engines.routers:hooks",
             options=("made",),
-            candidates=(FULL,),
+            forms=(FULL,),
             next=OFFLOAD,
         ),
         ActionKind(
             "full+selective",
             engine="hf_ckpt.engines.rebuild.full_selective:make",
             options=("save", "made"),
-            candidates=(FULL_SELECTIVE,),
+            forms=(FULL_SELECTIVE,),
             next=OFFLOAD,
         ),
         ActionKind(
@@ -123,7 +123,7 @@ ACTIONS: dict[str, ActionKind] = {
             hooks="hf_ckpt.engines.tiles:hooks",
             is_policy=False,
             options=("tile", "made"),
-            candidates=(Action("full+tiles", tile="auto"),),
+            forms=(Action("full+tiles", tile="auto"),),
             is_exact=False,
             # Not `offload`, which runs feed-forwards as a whole: smaller tiles, see `lighter`.
         ),
@@ -139,7 +139,7 @@ ACTIONS: dict[str, ActionKind] = {
             options=("share",),
             compiles=True,
             is_exact=False,
-            candidates=(Action("compiled", share=1.0), Action("compiled", share=0.8), COMPILED),
+            forms=(Action("compiled", share=1.0), Action("compiled", share=0.8), COMPILED),
             next=COMPILED,
         ),
     )
@@ -161,7 +161,7 @@ def lighter(action: Action) -> Action | None:
     return None if following == action else following
 
 
-def candidates(*, compiled: bool = False, tile: int | str | None = None) -> tuple[Action, ...]:
+def planned_actions(*, compiled: bool = False, tile: int | str | None = None) -> tuple[Action, ...]:
     """Return the actions that every plan for a budget chooses from; those that keep most come first.
 
     Args:
@@ -173,7 +173,7 @@ def candidates(*, compiled: bool = False, tile: int | str | None = None) -> tupl
         if record.compiles != compiled:  # a stack is compiled as a whole or not at all
             continue
         if "tile" not in record.options:
-            chosen += record.candidates
+            chosen += record.forms
         elif tile is not None:
-            chosen += [dataclasses.replace(form, tile=tile) for form in record.candidates]
+            chosen += [dataclasses.replace(form, tile=tile) for form in record.forms]
     return tuple(chosen)

@@ -36,7 +36,7 @@ from hf_ckpt.costs.costs import Costs, step_nanoseconds
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.levels import DeviceClock
-from hf_ckpt.planner.choose import plan_of
+from hf_ckpt.planner.planner import Selection
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.training import conditions
 from hf_ckpt.training.conditions import Batch
@@ -302,8 +302,8 @@ class RanksSession(Session):
 
     def _costs_with(self, batch: Batch, actions: Actions) -> Costs:
         """The costs in which all of these actions are."""
-        candidates = self._costs_with_host(batch)
-        return next((costs for costs in candidates if {*actions.values()} <= {*costs.actions}), candidates[0])
+        variants = self._costs_with_host(batch)
+        return next((costs for costs in variants if {*actions.values()} <= {*costs.actions}), variants[0])
 
     def _take(self, actions: Actions) -> Agreed:
         """Make these actions the plan of all ranks."""
@@ -311,7 +311,8 @@ class RanksSession(Session):
         self._trials.clear()
         batch = self._planned_for[0]
         costs = self._costs_with(batch, actions)
-        plan = plan_of(costs, costs.choice(actions), self._limit_bytes, compat.devices.device_name(self._devices))
+        selection = Selection(costs, costs.choice(actions))
+        plan = selection.plan(self._limit_bytes, compat.devices.device_name(self._devices))
         prediction = plan.prediction
         assert prediction is not None
         entrant = Entrant(self._actions, self._plan_with(actions, prediction), prediction.step_seconds)

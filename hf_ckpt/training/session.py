@@ -65,8 +65,8 @@ from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothin
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner import policies
-from hf_ckpt.planner.choose import best_plan, in_segments_of, plan_of
-from hf_ckpt.spec.actions import COMPILED, FULL, Action, candidates
+from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
+from hf_ckpt.spec.actions import COMPILED, FULL, Action, planned_actions
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.training import conditions
@@ -230,7 +230,7 @@ class Session:
         if self._least == COMPILED:
             conditions.refuse_compiled(base, self._devices, self._spec.policy)
         tile = None if self._spec.mlp == "full" else self._spec.mlp
-        actions = candidates(compiled=self._least == COMPILED, tile=tile)
+        actions = planned_actions(compiled=self._least == COMPILED, tile=tile)
         self._actions = (*(action for action in actions if action != self._least), self._least)
         """The actions to choose from; the last one keeps least."""
         self.plans: dict[Batch, Planned] = {}
@@ -805,7 +805,8 @@ class Session:
 
     def _entrant(self, allowed: Actions, costs: Sequence[Costs], limit: int) -> tuple[Entrant, Sequence[str]]:
         """The fastest plan with these costs, and what would lower its peak, if that is above a limit, in bytes."""
-        plan, hints = best_plan(costs, limit, compat.devices.device_name(self._devices))
+        selection, hints = Planner(costs).nearest(limit)
+        plan = selection.plan(limit, compat.devices.device_name(self._devices))
         prediction = plan.prediction
         assert prediction is not None
         # Costs know only blocks that a measured step has called.
@@ -848,7 +849,7 @@ class Session:
     def _without(self, batch: Batch, winner: Entrant) -> Prediction:
         """What the step of a batch is predicted to need without checkpointing."""
         costs = self._measurements.costs(batch)
-        prediction = plan_of(costs, costs.uniform(self._actions[0])).prediction
+        prediction = Selection(costs, costs.uniform(self._actions[0])).plan().prediction
         assert prediction is not None
         assert winner.plan.prediction is not None
         planned_seconds = winner.plan.prediction.step_seconds

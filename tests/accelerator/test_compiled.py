@@ -13,7 +13,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import candidates
+from hf_ckpt.spec.actions import planned_actions
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import RACE_STEPS, Phase
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_compiled"),
     pytest.mark.skipif(not compat.transformers.HOOKS_STAY_OUTSIDE, reason="compiled blocks are not measured"),
 ]
-STEPS = 2 * len(candidates(compiled=True)) + TIMED_STEPS + 3 * RACE_STEPS + 2 + 2
+STEPS = 2 * len(planned_actions(compiled=True)) + TIMED_STEPS + 3 * RACE_STEPS + 2 + 2
 """Two of each share, of which the first compiles; the timed ones; a race of three plans at most; two checks; two more.
 """
 

@@ -15,7 +15,8 @@ from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.choose import choice_within, fastest, peak_of_least, plan_of
+from hf_ckpt.planner.choose import Choices
+from hf_ckpt.planner.planner import Planner, Selection
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
 
 KEPT = Cost(Part(12, 9, 20), Part(7, 1, 40), shared_bytes=5)
@@ -53,7 +54,7 @@ def test_costs_of_a_step_equal_those_computed_by_hand(accumulation):
     assert [m.peak_bytes - m.start_bytes for m in course.moments] == [8, 11, 12, 30, 31, 7, 30, 7]
     assert course.worst.label == "head and loss, backward"
     assert course.kept_bytes == {"decoder": (7 - 3) + 9 - 3}
-    assert "): full 0; keep 1; 10 B kept for backward" in str(plan_of(costs, (FULL, KEEP)))
+    assert "): full 0; keep 1; 10 B kept for backward" in str(Selection(costs, (FULL, KEEP)).plan())
     assert step_nanoseconds(costs, (FULL, KEEP)) == accumulation * (10 + 21 + 60 + 20 + 40 + 30 + 50) + 1000
     assert course.worst.parts() == {
         "weights and optimizer state": 148,
@@ -120,11 +121,11 @@ def test_each_stack_moves_its_own_bytes_but_for_its_last_block():
 def test_a_plan_moves_only_what_it_has_to(costs):
     """With host memory, no plan is slower; and those that move something exceed the budget if it stays."""
     ways = [costs, *with_offloading(costs, GIGA, 1, 10**9)]
-    low = peak_of_least(ways)
-    assert low <= peak_of_least([costs])
+    low = Planner(ways).lowest_peak
+    assert low <= Planner([costs]).lowest_peak
     for budget in range(low, ends_of(costs)[1] + 1):
-        chosen, choice = choice_within(ways, budget)
-        alone = fastest(costs, budget)
+        chosen, choice = Planner(ways).within(budget)
+        alone = Choices(costs).within(budget)
         assert alone is None or step_nanoseconds(chosen, choice) <= step_nanoseconds(costs, alone)
         stayed = tuple(ON_DEVICE.get(action, action) for action in choice)
         faster = step_nanoseconds(chosen, stayed) <= step_nanoseconds(chosen, choice)
@@ -150,7 +151,7 @@ def test_peaks_with_host_memory_are_those_that_are_reached(action, too_high):
     costs = Forecaster(asked, config=model.config).costs_of(asked)
     (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
     choice = moving.uniform(action)
-    with lanes_of(Eager), temporarily(model, plan_of(moving, choice)), DeviceBytes(model, batch) as live:
+    with lanes_of(Eager), temporarily(model, Selection(moving, choice).plan()), DeviceBytes(model, batch) as live:
         model(**batch).loss.backward()
         moved = hf_ckpt.describe(model).moved
     assert len(moved) == choice.count(action) == 5

@@ -13,7 +13,7 @@ from hf_ckpt.costs.steps import Call, Part, Trial, trial_between
 from hf_ckpt.engines.trials import Tries
 from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
-from hf_ckpt.planner.choose import fastest
+from hf_ckpt.planner.planner import Planner
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
 from hf_ckpt.training.conditions import Batch, Forward
@@ -326,4 +326,5 @@ def test_an_action_that_keeps_more_may_be_slower():
     costs = known.costs(batch)
     spent = {action: step_nanoseconds(costs, costs.uniform(action)) for action in (KEEP, FULL, SELECTIVE)}
     assert list(spent.values()) == sorted(spent.values())
-    assert fastest(costs, costs.peak(dict.fromkeys(known.blocks, SELECTIVE))) != costs.uniform(SELECTIVE)
+    limit = costs.peak(dict.fromkeys(known.blocks, SELECTIVE))
+    assert Planner([costs]).within(limit).choice != costs.uniform(SELECTIVE)

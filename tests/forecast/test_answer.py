@@ -27,7 +27,6 @@ from hf_ckpt.forecast.forecast import Forecaster, largest_within
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.planner.choose import peak_of_least
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import GIB, format_bytes, parse_bytes
@@ -258,7 +257,7 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
     forecaster = Forecaster(question(asked))
     forecaster.costs_of(forecaster.training)
     least = forecaster._least_bytes({"batch": 4, "accumulation": 2})
-    assert least <= peak_of_least(forecaster.candidates(question({**asked, "batch": 4, "accumulation": 2})))
+    assert least <= forecaster.planner_of(question({**asked, "batch": 4, "accumulation": 2})).lowest_peak
     measure = forecast_module.costs_of_model
     batches = []
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, timeline
 from hf_ckpt.costs.steps import Part
-from hf_ckpt.planner.choose import lowest_peak
+from hf_ckpt.planner.planner import Planner
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE, Action
 from hf_ckpt.spec.plan import Block
 
@@ -24,7 +24,7 @@ def blocks_of(name, count):
 
 def ends_of(costs):
     """The lowest peak, and the peak of keeping everything, or the lowest if that is larger."""
-    low = lowest_peak(costs)
+    low = Planner([costs]).lowest_peak
     return low, max(low, timeline(costs, costs.uniform(KEEP)).peak_bytes)
 
 

@@ -13,17 +13,8 @@ from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner import choose
-from hf_ckpt.planner.choose import (
-    best_plan,
-    choice_within,
-    fastest,
-    frontier,
-    in_segments_of,
-    lowest_peak,
-    peak_of_least,
-    plan_of,
-    plan_within,
-)
+from hf_ckpt.planner.choose import Choices
+from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.units import format_bytes
 
 
@@ -48,12 +39,13 @@ def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
         patch.setattr(choose, "WIDTH", width)
         tried = everything(costs)
         peaks = sorted({peak for *_, peak in tried.values()})
-        assert lowest_peak(costs) == peaks[0]
-        assert [fastest(costs, limit) for limit in (peaks[0] - 1, -1, -(10**30))] == [None] * 3
+        choices = Choices(costs)
+        assert choices.lowest_peak == peaks[0]
+        assert [choices.within(limit) for limit in (peaks[0] - 1, -1, -(10**30))] == [None] * 3
         before = None
         for limit in [*(limit for peak in peaks for limit in (peak, peak + 1)), 2**62, 2**63, 10**30]:
             best = min(found[:2] for found in tried.values() if found[2] <= limit)
-            time, places, peak = tried[fastest(costs, limit)]  # only actions that each call may have
+            time, places, peak = tried[choices.within(limit)]  # only actions that each call may have
             assert peak <= limit
             assert (time, places) == best if width == 1000 else best[0] <= time <= 1.06 * best[0]
             assert before is None or time <= before  # a larger budget never costs time
@@ -71,8 +63,8 @@ def test_steps_of_months_are_planned_like_short_ones():
         slow[action] = dataclasses.replace(cost, forward=forward, backward=backward)
     months = dataclasses.replace(costs, calls=tuple(dataclasses.replace(call, costs=slow) for call in costs.calls))
     low, high = ends_of(costs)
-    chosen = [fastest(costs, limit) for limit in range(low, high, 7)]
-    assert [fastest(months, limit) for limit in range(low, high, 7)] == chosen
+    chosen = [Choices(costs).within(limit) for limit in range(low, high, 7)]
+    assert [Choices(months).within(limit) for limit in range(low, high, 7)] == chosen
     assert len(set(chosen)) > 3
 
 
@@ -82,9 +74,9 @@ def test_a_deep_model_is_planned_as_with_a_wide_table(changes, monkeypatch):
     costs, twin = (made_up(3, [0, 1] * 40, actions=4, largest=10**9, **changes) for _ in range(2))
     low, high = ends_of(costs)
     limits = [low + (high - low) * part // 8 for part in range(9)]
-    times = [step_nanoseconds(costs, fastest(costs, limit)) for limit in limits]
+    times = [step_nanoseconds(costs, Choices(costs).within(limit)) for limit in limits]
     monkeypatch.setattr(choose, "WIDTH", 8_000)
-    best = [step_nanoseconds(twin, fastest(twin, limit)) for limit in limits]
+    best = [step_nanoseconds(twin, Choices(twin).within(limit)) for limit in limits]
     assert times == sorted(times, reverse=True)
     assert len(set(times)) > 6
     assert all(1 <= time / least <= 1.001 for time, least in zip(times, best, strict=True))
@@ -122,7 +114,7 @@ def test_of_blocks_alike_those_come_first_that_keep_least(accumulation, changes)
     """The last blocks keep most, whatever the order of the actions: their backwards free it before gradients come."""
     costs = alike(5, accumulation=accumulation, **changes)
     low, high = ends_of(costs)
-    chosen = [fastest(costs, limit) for limit in range(low, high + 1)]
+    chosen = [Choices(costs).within(limit) for limit in range(low, high + 1)]
     kept = [[call.costs[action].kept_bytes for call, action in zip(costs.calls, row, strict=True)] for row in chosen]
     assert all(row == sorted(row) for row in kept)
     assert [60 + INPUT] * 5 in kept
@@ -133,15 +125,17 @@ def test_of_blocks_alike_those_come_first_that_keep_least(accumulation, changes)
 def test_a_plan_is_within_its_budget_or_an_error_says_why(costs, more):
     """Also where the end of a stack frees what no call keeps, so that choices are not independent."""
     floor, _ = ends_of(costs)
-    plan, choice = plan_within([costs], floor + more, "a100-80"), fastest(costs, floor + more)
+    planner = Planner([costs])
+    plan = planner.within(floor + more).plan(floor + more, "a100-80")
+    choice = Choices(costs).within(floor + more)
     predicted, sizes = plan.prediction, dict(plan.prediction.parts).values()
-    assert plan == plan_of(costs, choice)
+    assert plan == Selection(costs, choice).plan()
     assert predicted.peak_bytes == timeline(costs, choice).peak_bytes == sum(sizes) <= floor + more
     assert predicted.step_seconds == step_nanoseconds(costs, choice) / 1e9
     assert (predicted.budget_bytes, predicted.device) == (floor + more, "a100-80")
-    assert step_nanoseconds(costs, fastest(costs, floor + more + 1)) <= step_nanoseconds(costs, choice)
+    assert planner.within(floor + more + 1).nanoseconds <= step_nanoseconds(costs, choice)
     with pytest.raises(InfeasibleError) as caught:
-        plan_within([costs], floor - 1)
+        planner.within(floor - 1)
     error = caught.value
     assert (error.budget_bytes, error.floor_bytes, sum(error.parts.values())) == (floor - 1, floor, floor)
     assert min(*sizes, *error.parts.values()) >= 0
@@ -154,8 +148,9 @@ def test_a_plan_is_within_its_budget_or_an_error_says_why(costs, more):
 def test_if_the_optimizers_step_is_the_peak_no_block_is_recomputed_in_vain(costs):
     costs = dataclasses.replace(costs, static=dataclasses.replace(costs.static, step_bytes=2**40))
     slower = dataclasses.replace(costs, head_tokens="auto", optimizer_nanoseconds=10**12)
-    floor = peak_of_least([slower, costs])  # of several candidates, whatever their order
-    plan = plan_of(*choice_within([slower, costs], floor))
+    planner = Planner([slower, costs])
+    floor = planner.lowest_peak  # of several costs, whatever their order
+    plan = planner.lowest().plan()
     assert plan.prediction.peak_bytes == costs.static.optimizer_peak_bytes == floor
     assert round(plan.prediction.step_seconds * 1e9) == min(time for time, *_ in everything(costs).values())
     assert plan.head == "full"
@@ -172,7 +167,7 @@ def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(name)
     if "static" in changes:
         changes["static"] = Static(**changes["static"])
     with pytest.raises(InfeasibleError) as caught:
-        plan_within([alike(**changes)], row["budget"])
+        Planner([alike(**changes)]).within(row["budget"])
     error = caught.value
     assert sum(error.parts.values()) == error.floor_bytes > row["budget"]
     assert [text for text in row["said"] if text not in str(error)] == []
@@ -182,21 +177,23 @@ def test_an_error_names_what_fills_the_lowest_peak_and_what_would_lower_it(name)
 def test_a_plan_above_the_budget_is_the_fastest_near_the_lowest_peak():
     """Recomputing the last block would lower the peak by less than 2 %, for its forward."""
     costs = alike(8, static=Static(4000))
-    floor = lowest_peak(costs)
-    plan, hints = best_plan([costs], floor - 1)
+    planner = Planner([costs])
+    floor = planner.lowest_peak
+    selection, hints = planner.nearest(floor - 1)
+    plan = selection.plan(floor - 1)
     assert SMALLER in hints
     assert floor < plan.prediction.peak_bytes <= 1.02 * floor
-    assert plan.prediction.step_seconds < plan_within([costs], floor).prediction.step_seconds
+    assert plan.prediction.step_seconds < planner.lowest().plan().prediction.step_seconds
     assert "(no plan fits)" in str(plan.prediction)
 
 
 def test_segments_are_advised_only_where_they_are_not_planned_already():
     costs = alike(40, head=2)
-    candidates = [costs, *in_segments_of(costs)]
-    least = min(map(lowest_peak, candidates))
-    assert least < 0.9 * lowest_peak(costs)
+    divided = [costs, *in_segments_of(costs)]
+    least = Planner(divided).lowest_peak
+    assert least < 0.9 * Planner([costs]).lowest_peak
     elsewhere = [dataclasses.replace(costs, divides=False)]
-    hints = [best_plan(given, least - 1)[1] for given in ([costs], candidates, elsewhere)]
+    hints = [Planner(given).nearest(least - 1)[1] for given in ([costs], divided, elsewhere)]
     assert [any("segments" in hint for hint in of_plan) for of_plan in hints] == [True, False, False]
 
 
@@ -208,7 +205,8 @@ def test_blocks_that_are_called_twice_have_one_action_each_and_use_the_room():
     rows = [(timeline(costs, choice).peak_bytes, step_nanoseconds(costs, choice)) for choice in uniform.values()]
     mixed = 0
     for budget in range(min(rows)[0], max(rows)[0]):
-        plan, hints = best_plan([costs], budget)
+        selection, hints = Planner([costs]).nearest(budget)
+        plan = selection.plan(budget)
         actions = {block: {action for other, action in plan.actions if other == block} for block, _ in plan.actions}
         assert {len(found) for found in actions.values()} == {1}
         assert (hints, plan.prediction.peak_bytes <= budget) == ([], True)
@@ -216,18 +214,19 @@ def test_blocks_that_are_called_twice_have_one_action_each_and_use_the_room():
         assert round(seconds * 1e9) <= best
         mixed += round(seconds * 1e9) < best
     assert mixed > 100
-    assert best_plan([costs], 1)[1] == [SMALLER]
+    assert Planner([costs]).nearest(1)[1] == [SMALLER]
 
 
 @settings(max_examples=40)
 @given(costs=some_costs(most=6), points=st.integers(1, 12))
 def test_the_frontier_trades_time_for_bytes(costs, points):
     low, high = ends_of(costs)
-    found = frontier([costs], points)
+    planner = Planner([costs])
+    found = planner.frontier(points)
     peaks, seconds = [*found], [plan.prediction.step_seconds for plan in found.values()]
     assert peaks == sorted(plan.prediction.peak_bytes for plan in found.values())
     assert seconds == sorted(set(seconds), reverse=True)
     assert low == peaks[0] <= peaks[-1] <= high
     assert len(found) <= points
-    assert [plan_within([costs], peak).prediction.step_seconds for peak in peaks] == seconds
-    assert points == 1 or seconds[-1] == step_nanoseconds(costs, fastest(costs, high)) / 1e9
+    assert [planner.within(peak).plan().prediction.step_seconds for peak in peaks] == seconds
+    assert points == 1 or seconds[-1] == planner.within(high).nanoseconds / 1e9

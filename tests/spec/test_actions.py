@@ -7,7 +7,17 @@ import pytest
 
 from hf_ckpt.engines.region import Region, Request, make
 from hf_ckpt.spec import reading
-from hf_ckpt.spec.actions import ACTIONS, FULL, FULL_SELECTIVE, KEEP, OFFLOAD, OFFLOADED, SELECTIVE, Action, candidates
+from hf_ckpt.spec.actions import (
+    ACTIONS,
+    FULL,
+    FULL_SELECTIVE,
+    KEEP,
+    OFFLOAD,
+    OFFLOADED,
+    SELECTIVE,
+    Action,
+    planned_actions,
+)
 
 
 def test_the_records():
@@ -20,7 +30,7 @@ def test_the_records():
 @pytest.mark.parametrize("record", ACTIONS.values(), ids=ACTIONS)
 def test_a_record_is_complete(record):
     """Its engine creates a block's function, and its forms have only its own options."""
-    forms = [*record.candidates, *(form for form in OFFLOADED.values() if form.kind == record.name)]
+    forms = [*record.forms, *(form for form in OFFLOADED.values() if form.kind == record.name)]
     assert forms
     assert bool(record.engine) == (record.name != "keep")
     assert not record.hooks or callable(pkgutil.resolve_name(record.hooks))
@@ -35,6 +45,6 @@ def test_a_record_is_complete(record):
 def test_what_a_budget_chooses_from():
     """Candidates that keep most come first, and of those with tensors in host memory, those that keep least."""
     attention = Action("selective", ("attention",))
-    assert candidates() == (KEEP, SELECTIVE, attention, FULL, FULL_SELECTIVE)
-    assert candidates(tile=64) == (*candidates(), Action("full+tiles", tile=64))
+    assert planned_actions() == (KEEP, SELECTIVE, attention, FULL, FULL_SELECTIVE)
+    assert planned_actions(tile=64) == (*planned_actions(), Action("full+tiles", tile=64))
     assert list(OFFLOADED.items()) == [(FULL, OFFLOAD), (SELECTIVE, dataclasses.replace(SELECTIVE, moved=True))]
