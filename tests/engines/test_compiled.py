@@ -41,7 +41,8 @@ def compiled(spec, family="llama", **options):
 def test_a_share_keeps_less_and_changes_nothing(family):
     batch = tiny_batch(family, tokens=32)
     eager = kept(small(family), batch)
-    results = [kept(compiled({"share": share}, family), batch) for share in SHARES]
+    shares = SHARES if family == "llama" else SHARES[::2]  # inductor takes seconds for each
+    results = [kept(compiled({"share": share}, family), batch) for share in shares]
     sizes = [size for _, size in (eager, *results)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 0.4 * sizes[0]
@@ -87,7 +88,7 @@ def test_blocks_of_a_kind_share_graphs(graphs):
 
 
 @pytest.mark.trap(47)
-@pytest.mark.parametrize("when", ["later", "in another model", "on every module", "of gradients"])
+@sparing("when", ["later", "in another model", "on every module", "of gradients"], "in another model")
 def test_hooks_inside_a_block_are_refused(graphs, when, request):
     """torch ignores hooks that were added to a module after it was compiled, and would reuse graphs of other blocks."""
     batch, model = tiny_batch("llama"), compiled({"share": 0.5})

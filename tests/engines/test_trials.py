@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.others import other_model
+from helpers.sparing import sparing
 from helpers.steps import assert_same, gradients, without_cache
 from helpers.tables import table
 
@@ -99,7 +100,10 @@ def measured(name, actions, shown=(), last=None, segments=None):
         return step_of(levels.levels())[tried, 0], gradients(model), again
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("t5", "lora, autocast, dropout", "bfloat16")
+
+
+@sparing("name", MODELS, *QUICK)
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS.keys())
 def test_a_recomputation_shows_what_a_block_needs_under_an_action(name, action):
     """Kept bytes and peaks; the gradients of such a step are those of no checkpointing."""

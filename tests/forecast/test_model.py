@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers.snapshots import snapshot
+from helpers.sparing import sparing
 from helpers.steps import assert_same, planned, step
 from helpers.tables import keyed, table
 from torch._subclasses.fake_tensor import FakeTensor
@@ -78,7 +79,11 @@ def test_a_checkpoint_that_is_quantised_is_planned_as_it_is_or_refused(method, b
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "architecture", "shapes"), ROWS["tasks"])
+TASKS = [tuple(row) for row in ROWS["tasks"]]
+QUICK = ("LlamaForSequenceClassification", "BertForQuestionAnswering", "T5ForConditionalGeneration")
+
+
+@sparing("family, architecture, shapes", TASKS, *(row for row in TASKS if row[1] in QUICK))
 def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
     config = tiny_model(family, layers=3).config
     config.architectures = [architecture]
