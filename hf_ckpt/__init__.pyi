@@ -5,7 +5,7 @@ from hf_ckpt.attach.for_a_while import paused as paused
 from hf_ckpt.errors import HfCkptError as HfCkptError, InfeasibleError as InfeasibleError
 from hf_ckpt.errors import MismatchError as MismatchError, OutOfPlansError as OutOfPlansError
 from hf_ckpt.errors import PlanLostError as PlanLostError, SpecError as SpecError
-from hf_ckpt.forecast.answer import Forecast as Forecast
+from hf_ckpt.forecast.result import Forecast as Forecast
 from hf_ckpt.forecast.forecast import predict as predict
 from hf_ckpt.models.blocks import find_blocks as find_blocks
 from hf_ckpt.models.families import Family as Family, register_family as register_family

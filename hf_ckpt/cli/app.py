@@ -16,9 +16,9 @@ from typing import Any
 
 from hf_ckpt.cli.arguments import add_verb, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
-from hf_ckpt.forecast.answer import HEADS, Forecast, Row
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.question import FIELDS, PRESETS, Question, command_of, question
+from hf_ckpt.forecast.result import HEADS, Forecast, Row
 from hf_ckpt.units import GIB
 
 ON_PAGE = {name: field for name, field in FIELDS.items() if field.label}
@@ -88,7 +88,7 @@ def _shown(value: Any) -> Any:
 
 def _parts_of(forecast: Forecast, training: Question) -> list[Any]:
     """Return the updates of the answer, the figure, what to copy, and the rows."""
-    text = "\n\n".join([f"## {forecast.answer}", forecast.assumed, *forecast.notes])
+    text = "\n\n".join([f"## {forecast.verdict}", forecast.assumed, *forecast.notes])
     # If nothing fits, the figure shows the lowest peak, which is of more help than none.
     drawn = forecast.within(_budgets_of(forecast)[0]) if forecast.frontier and not forecast.plan else forecast
     figure = figure_of(drawn) if drawn.plan else None
@@ -193,7 +193,7 @@ def figure_of(forecast: Forecast) -> Any:
     red = "#c44e52"
     add_rows("plans for budgets", forecast.frontier, mode="lines+markers", marker={"color": red})
     add_rows("without hf_ckpt", forecast.usual, mode="markers", marker={"size": 9, "color": "#4c72b0"})
-    add_rows("this plan", forecast.rows[:1], mode="markers", marker={"symbol": "star", "size": 18, "color": red})
+    add_rows("this plan", [forecast.row], mode="markers", marker={"symbol": "star", "size": 18, "color": red})
     figure.update_layout(xaxis_title="seconds", yaxis_title="GiB", xaxis2_title="peak (GiB)", yaxis2_title="step (s)")
     figure.update_layout(height=560, legend={"orientation": "h", "y": -0.3})
     return figure

@@ -16,8 +16,8 @@ from typing import Any
 
 from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
-from hf_ckpt.forecast.answer import Forecast, print_comparison, print_plan, print_rows
 from hf_ckpt.forecast.question import FIELDS, Question, question
+from hf_ckpt.forecast.result import Forecast, print_comparison, print_plan, print_rows
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 

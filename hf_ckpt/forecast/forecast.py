@@ -17,12 +17,12 @@ from torch import nn
 
 from hf_ckpt.costs.costs import ON_DEVICE, Costs, timeline, with_offloading, with_segments
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.forecast.answer import Forecast, Row, answer_of, assumed_of, notes_on_allocator, spec_of, to_write
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.model import OF_LIVE, ShallowModel, fields_of_live, kv_bytes, model_of_workload, nbytes
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.ranks import sent_bytes
+from hf_ckpt.forecast.result import Forecast, Row, assumed_of, notes_on_allocator, spec_of, to_write, verdict_of
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
@@ -216,7 +216,7 @@ class Forecaster:
                 *of_spec,
                 *(f"to lower it: {hint}" for hint in error.hints),
             )
-            first = dataclasses.replace(lowest, notes=notes, rows=rows_of_spec, write={}, plan=None)  # type: ignore[arg-type]
+            first = dataclasses.replace(lowest, notes=notes, others=rows_of_spec, write={}, plan=None)
             show(first)
             rows = self._changed_rows(FIELDS)
             if all(row.name == SHORTER for row in rows):  # what a training sees of its data is the last thing to change
@@ -227,16 +227,17 @@ class Forecaster:
                     peak = format_bytes(several.peak_bytes)
                     above = format_bytes(several.peak_bytes - self.budget)
                     notes += (f"several changes do not suffice: {several.options} needs {peak}, {above} too much",)
-            return dataclasses.replace(first, notes=notes, rows=(*rows_of_spec, *rows))
-        plan, *usual = forecast.rows
+            return dataclasses.replace(first, notes=notes, others=(*rows_of_spec, *rows))
         rows_of_spec, notes = self._spec_rows()
         notes = (*margin, *forecast.notes, *notes)
         show(dataclasses.replace(forecast, notes=notes))
-        fields = OF_THE_PLAN if forecast.plan.active() else ()  # more memory cannot make a plain step faster
+        fields = (
+            OF_THE_PLAN if forecast.plan and forecast.plan.active() else ()
+        )  # more memory cannot make a plain step faster
         # A row that is less than a percent faster is not worth reading: predictions of times are not that exact.
-        faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * plan.step_seconds]
-        rows = (plan, *rows_of_spec, *splits, *faster, *usual)
-        return dataclasses.replace(forecast, rows=rows, notes=notes)
+        faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * forecast.step_seconds]
+        others = (*rows_of_spec, *splits, *faster, *forecast.others)
+        return dataclasses.replace(forecast, others=others, notes=notes)
 
     def lowest(self) -> Forecast:
         """Return the forecast of the plan with the lowest peak, whatever the budget is."""
@@ -275,8 +276,8 @@ class Forecaster:
         }
         parts["buffers and batch"] = resident - sum(parts.values())
         return Forecast(
-            **vars(row),
-            answer=answer_of(training, self.device, row, limit, self._memory),
+            row=row,
+            verdict=verdict_of(training, self.device, row, limit, self._memory),
             assumed=assumed_of(training, plan.model, self.device, limit),
             budget_bytes=limit,
             floor_bytes=min(self._frontier),
@@ -288,7 +289,7 @@ class Forecaster:
                 *notes_on_allocator(self.device, row),
                 *([NEEDS_PLAN.format(**self._saved)] if row.spec == self._saved else []),
             ),
-            rows=(row, *(self._row(name, way, limit) for name, way in usual.items())),
+            others=tuple(self._row(name, way, limit) for name, way in usual.items()),
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
             write=to_write(training, row.spec or {}, "" if isinstance(self._config, nn.Module) else plan.model),
             plan=plan,

@@ -21,11 +21,11 @@ from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import forecast as forecast_module
-from hf_ckpt.forecast.answer import Row, notes_on_allocator, print_forecast
 from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster, largest_within
 from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
 from hf_ckpt.forecast.question import PRESETS, Question, question
+from hf_ckpt.forecast.result import Row, notes_on_allocator, print_forecast
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.spec import Spec

@@ -54,18 +54,20 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forecast(Row):
+class Forecast:
     """The fastest plan within a budget, with its predicted memory and time. `hf_ckpt.predict` returns it.
 
     forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
-    print(forecast.answer)  # Fits: 59.9 of 79.1 GiB on an H100 SXM, 8,000 tokens a second.
+    print(forecast.verdict)  # Fits: 59.9 of 79.1 GiB on an H100 SXM, 8,000 tokens a second.
     forecast.plan.save("plan.json")
     forecast.within("50GiB").step_seconds  # another budget; takes milliseconds
 
     If no plan fits (`predict` then raises an error), the figures are those of the plan with the lowest peak.
     """
 
-    answer: str
+    row: Row
+    """The plan as one way to train."""
+    verdict: str
     """Whether it fits, in words."""
     assumed: str
     """What was assumed about the training, in one line."""
@@ -77,13 +79,13 @@ class Forecast(Row):
     """What fills the peak: name -> bytes. They add up to `peak_bytes`."""
     notes: tuple[str, ...]
     """What else to know."""
-    rows: tuple[Row, ...]
-    """The plan and other ways to train; if no plan fits, what fits with a change."""
+    others: tuple[Row, ...]
+    """Other ways to train; if no plan fits, what fits with a change."""
     frontier: tuple[Row, ...]
     """The fastest plans for other budgets; the lowest peak comes first."""
     write: Mapping[str, str]
     """What to copy: where it goes -> its lines; empty if no plan fits."""
-    plan: Plan
+    plan: Plan | None
     """The plan; None if no plan fits."""
     timeline: Timeline = dataclasses.field(repr=False, compare=False)
     """Memory over one step under the plan. `to_dict` leaves this and `within` out."""
@@ -92,16 +94,70 @@ class Forecast(Row):
     Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget."""
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """The plan and other ways to train; if no plan fits, what fits with a change."""
+        return self.others if self.plan is None else (self.row, *self.others)
+
+    @property
     def usual(self) -> tuple[Row, ...]:
         """The ways of transformers; `none` comes first."""
-        return tuple(row for row in self.rows if row.spec is None)
+        return tuple(row for row in self.others if row.spec is None)
+
+    @property
+    def answer(self) -> str:
+        """The same as `verdict`."""
+        return self.verdict
+
+    @property
+    def name(self) -> str:
+        """The name of `row`."""
+        return self.row.name
+
+    @property
+    def options(self) -> str:
+        """The options of `row`."""
+        return self.row.options
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors alive at any moment of a step."""
+        return self.row.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one optimizer step with all its micro-steps."""
+        return self.row.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that one rank trains on in a second; None if they are not counted."""
+        return self.row.tokens_per_second
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the budget and the device."""
+        return self.row.fits
+
+    @property
+    def spec(self) -> Mapping[str, Any] | None:
+        """The checkpointing kwargs of the plan."""
+        return self.row.spec
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that can be written as JSON."""
-        # `asdict` copies what it meets deeply. A timeline has thousands of moments, and functions have no JSON.
-        left_out = dict.fromkeys(("plan", "timeline", "within"))
-        saved = dataclasses.asdict(dataclasses.replace(self, **left_out))  # type: ignore[arg-type]
-        return {**{key: saved[key] for key in saved if key not in left_out}, "plan": self.plan and self.plan.to_dict()}
+        return {
+            **dataclasses.asdict(self.row),
+            "answer": self.verdict,
+            "assumed": self.assumed,
+            "budget_bytes": self.budget_bytes,
+            "floor_bytes": self.floor_bytes,
+            "parts": dict(self.parts),
+            "notes": list(self.notes),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "frontier": [dataclasses.asdict(row) for row in self.frontier],
+            "write": dict(self.write),
+            "plan": None if self.plan is None else self.plan.to_dict(),
+        }
 
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, in the columns of `HEADS`."""
@@ -122,7 +178,7 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 def print_plan(forecast: Forecast, console: Console) -> None:
     """Print a forecast without its rows."""
-    print_plain(console, forecast.answer, style="bold")
+    print_plain(console, forecast.verdict, style="bold")
     lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
     for title, text in forecast.write.items():
         lines += ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
@@ -169,7 +225,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def answer_of(training: Question, device: Device, row: Row, budget_bytes: int, memory_bytes: int) -> str:
+def verdict_of(training: Question, device: Device, row: Row, budget_bytes: int, memory_bytes: int) -> str:
     """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
 
     `memory_bytes` is the memory of the device, or of the machine for a CPU.
