@@ -50,6 +50,8 @@ class Boundaries:
         self._block: str | None = None
         """The block whose forward runs."""
         self._in_backward = False
+        self._call: compat.frames.Running | None = None
+        """The forward, backward or optimizer's step that runs; None without one, and if it is not known."""
         self.chunks_help = False
         """Whether the step called the head, and would need less memory with `"head": "auto"`. The losses of TRL use the
         head's weight and never call it."""
@@ -69,6 +71,7 @@ class Boundaries:
     def begin(self) -> None:
         """A forward of the step begins. Called from a forward pre-hook."""
         self._running = self._graphs()
+        self._call = compat.frames.running_module()
         if self._running is None:
             self._running = _Graphs()
             self._graphs = weakref.ref(self._running)
@@ -85,7 +88,12 @@ class Boundaries:
             loss.register_hook(lambda gradient: self.mark("returned"))  # type: ignore[no-untyped-call]
         else:
             self.mark("returned")
-        self._running = None
+        self._running = self._call = None
+
+    def was_interrupted(self) -> bool:
+        """Whether a forward, the backward of blocks or an optimizer's step was left without a call of a hook, as by a
+        KeyboardInterrupt."""
+        return self._call is not None and self._call.has_ended()
 
     @property
     def is_on(self) -> bool:
@@ -99,7 +107,7 @@ class Boundaries:
 
     def remove(self) -> None:
         """Remove all hooks. Hooks on tensors of the step do nothing from now on."""
-        self._mark = self._running = None
+        self._mark = self._running = self._call = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -144,12 +152,24 @@ class Boundaries:
             return
         if not self._in_backward:
             compat.torch.call_after_backward(self._ends_backward)
+            self._call = compat.frames.running_backward()
         self._in_backward = True
         self.mark("backward", name)
 
     def _ends_backward(self) -> None:
         self._in_backward = False
+        self._call = None
         self.mark("end")
+
+    def before_optimizer(self) -> None:
+        """An optimizer's step begins, maybe that of another model."""
+        if not self.was_interrupted():
+            self._call = compat.frames.running_optimizer()
+
+    def after_optimizer(self) -> None:
+        """An optimizer's step has ended."""
+        if not self.was_interrupted():
+            self._call = None
 
 
 def _with_graph(values: Any) -> torch.Tensor | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers.pytorch_utils
@@ -61,6 +62,51 @@ def running(kind: type) -> Iterator[Any]:
     hook, or the Trainer and its callback handler, which transformers passes to no callback."""
     owners = (frame.f_locals.get("self") for frame in callers())
     yield from (owner for owner in owners if isinstance(owner, kind))
+
+
+class Running(NamedTuple):
+    """A call that runs, without a reference to its frame, which would keep all of its variables alive."""
+
+    thread: int
+    frame: int
+    code: types.CodeType
+
+    def has_ended(self) -> bool:
+        """Whether the call has ended; also known if hf_ckpt was not told, as after a KeyboardInterrupt.
+
+        False in another thread, whose frames do not show it.
+        """
+        if self.thread != threading.get_ident():
+            return False
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if id(frame) == self.frame and frame.f_code is self.code:
+                return False
+            frame = frame.f_back
+        return True
+
+
+def running_module() -> Running | None:
+    """Return the innermost call of a module that hf_ckpt is called from."""
+    return next(_calls_of("_call_impl"), None)
+
+
+def running_backward() -> Running | None:
+    """Return the outermost backward that hf_ckpt is called from; None if another thread called it."""
+    calls = list(_calls_of("_engine_run_backward"))
+    return calls[-1] if calls else None
+
+
+def running_optimizer() -> Running | None:
+    """Return the step of an optimizer that hf_ckpt is called from."""
+    return next(_calls_of("wrapper"), None)
+
+
+def _calls_of(function: str) -> Iterator[Running]:
+    """Yield the running calls of torch's function with this name, innermost first."""
+    for frame in callers():
+        if frame.f_code.co_name == function and str(frame.f_globals.get("__name__")).startswith("torch."):
+            yield Running(threading.get_ident(), id(frame), frame.f_code)
 
 
 def runs_in(thread: int, owner: object) -> bool:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
+from hf_ckpt.compat.frames import running_backward
 from hf_ckpt.compat.private import private
 
 log = logging.getLogger(__name__)
@@ -330,6 +331,23 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
     if mode in _modes_on():
         _exchange_modes(mode, [])
         _entered.discard(mode)
+
+
+def leave_after_operation(mode: TorchDispatchMode) -> None:
+    """Leave a mode as soon as its operation has ended. Must be called in this operation.
+
+    torch takes the mode off during its operation, and puts it back when no Python code runs; in a backward, once more at
+    its end. The next Python code that a profiler would see leaves it. Beside a real profiler it stays on.
+    """
+    is_seen = running_node() is None or running_backward() is not None
+    if is_seen and sys.getprofile() is None:
+        sys.setprofile(functools.partial(_leave_and_end, mode))
+
+
+def _leave_and_end(mode: TorchDispatchMode, *event: Any) -> None:
+    if running_node() is None and mode in _modes_on():
+        leave_dispatch_mode(mode)
+        sys.setprofile(None)
 
 
 def _exchange_modes(mode: TorchDispatchMode, below: list[TorchDispatchMode]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ class Reader(abc.ABC):
 
     def stop(self) -> None:  # noqa: B027
         """Stop reading. An allocator always counts, so there is nothing to do."""
+
+    def stop_if(self, is_over: Callable[[], bool]) -> None:  # noqa: B027
+        """Stop reading once `is_over` returns True: a KeyboardInterrupt ends a step without a call of a hook."""
+
+    def is_over(self) -> bool:
+        """Whether it has seen that a KeyboardInterrupt has ended the step. Then it does not start again."""
+        return False
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
@@ -75,6 +82,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         self.peak_bytes = 0
         self._running = False
         self._live: dict[int, _Alive] = {}
+        self.is_over: Callable[[], bool] = bool
         for holder in holders:
             for tensor in tensors_of(holder):
                 self._count_all(tensor)
@@ -99,7 +107,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
 
     def start(self) -> None:
         """Begin to count, below other modes that see every operation: a counter of operations is not affected."""
-        if not self._running:
+        if not self._running and not self.is_over():
             self._running = True
             _started.add(self)
             compat.torch.watch_resizes(self.count_storage)
@@ -112,6 +120,10 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         compat.torch.unwatch_resizes(self.count_storage)
         compat.torch.leave_dispatch_mode(self)
 
+    def stop_if(self, is_over: Callable[[], bool]) -> None:
+        """Stop counting once `is_over`, which every operation calls, returns True."""
+        self.is_over = is_over
+
     def sees_this_thread(self) -> bool:
         """Whether it counts what this thread allocates: a backward may run in another one than the forward."""
         return not self._running or compat.torch.is_dispatch_mode_on(self)
@@ -119,10 +131,26 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and compat.torch.is_any_wrapper(types):
             return NotImplemented  # the wrapper's implementation runs, and its operations on wrapped tensors come here
-        result = func(*args, **(kwargs or {}))
-        if self._running:  # it may stop during an operation, when the mode cannot be left
-            self._count_all(result)
-        return result
+        try:
+            if self.is_over():
+                self.stop()
+            result = func(*args, **(kwargs or {}))
+            if self._running:  # it may stop during an operation, when the mode cannot be left
+                self._count_all(result)
+            return result
+        except Exception:
+            raise
+        except BaseException:  # most interrupts come here: while it counts, most Python code is this
+            if self in _started:
+                self._interrupt()
+            raise
+        finally:
+            if not self._running:
+                compat.torch.leave_after_operation(self)
+
+    def _interrupt(self) -> None:
+        self.is_over = _always
+        self.stop()
 
     def read(self) -> tuple[int, int]:
         """Return (bytes alive, most bytes alive since the last call)."""
@@ -169,6 +197,10 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         self.current_bytes -= alive.size
 
 
+def _always() -> bool:
+    return True
+
+
 _started: weakref.WeakSet[LiveBytes] = weakref.WeakSet()
 
 
@@ -178,7 +210,7 @@ def stop_counts() -> None:
     In a backward, this lasts until torch restores the modes of its caller.
     """
     for count in tuple(_started):
-        count.stop()
+        count._interrupt()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -142,7 +142,8 @@ class Recorder:
         """How many graphs torch.compile had made when the step began."""
         handles: list[Any] = [self.boundaries]
         if levels.reader is not None:
-            handles += compat.optimizers.call_around(levels.reader.start, self._after_optimizer)
+            handles += compat.optimizers.call_around(self._before_optimizer, self._after_optimizer)
+            levels.reader.stop_if(self.boundaries.was_interrupted)
         # The finalizer must not refer to the recorder, which refers to the record and so to the model's blocks.
         self._end = weakref.finalize(base, _remove, handles, levels)
         self.is_stored = False
@@ -168,6 +169,13 @@ class Recorder:
         return self.levels.last == "end"
 
     @property
+    def was_left(self) -> bool:
+        """Whether a KeyboardInterrupt has ended the step."""
+        reader = self.levels.reader
+        was_interrupted = self.boundaries.was_interrupted() or (reader is not None and reader.is_over())
+        return was_interrupted and not self.has_ended
+
+    @property
     def had_backward(self) -> bool:
         """Whether a block had a backward."""
         return any(level.what == "backward" for level in self.levels.levels())
@@ -190,7 +198,13 @@ class Recorder:
             return None  # compiling takes time, and may take memory; the next step uses the new graphs
         return None if self.levels.is_blind else step_of(self.levels.levels(), outside_peak_bytes)
 
+    def _before_optimizer(self) -> None:
+        if self.levels.reader is not None:
+            self.levels.reader.start()
+        self.boundaries.before_optimizer()
+
     def _after_optimizer(self) -> None:
+        self.boundaries.after_optimizer()
         # An optimizer that steps within the backward must not end the measurement. A graph that was dropped without a
         # backward has ended it already.
         if self.has_ended or not self.boundaries.has_graph:
@@ -281,6 +295,8 @@ class Session:
         assert base is not None
         self._refuse_threads(running)
         self._optimizers.watch(base)
+        if self.recorder is not None and self.recorder.was_left:
+            self.after_forward(None)
         forward = self._forwards.read(stack, args, kwargs)
         if self._goes_on():
             self._forwards.current.append(forward)
@@ -345,6 +361,8 @@ class Session:
     def before_others(self) -> None:
         """A forward outside of training begins. Unless it is a part of the step, as that of a reference model, its peak
         is not one of the step."""
+        if self.recorder is not None and self.recorder.has_ended:
+            self.recorder.levels.stop()  # an optimizer's step starts it again
         if self._peaks.is_open and not self._goes_on():
             self._judge()
             self._peaks.close()

@@ -14,6 +14,7 @@ import logging
 import pickle
 import random
 import re
+import sys
 import threading
 
 import pytest
@@ -1135,6 +1136,79 @@ def test_an_interrupt_in_the_forward_of_a_block_ends_the_count_at_once():
         assert not dispatch_modes()
         run(model, [BATCH])
     assert sum(counted) >= 2
+
+
+def interrupt_once(places, place, monkeypatch):
+    """Raise KeyboardInterrupt once in a place of a step: a hook's handle is removed at once."""
+    if isinstance(place, int):  # in the middle of an operation, as most do
+        left = iter(range(place))
+        count = LiveBytes._count_all
+
+        def counts_and_raises(self, result):
+            if next(left, None) is None:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            count(self, result)
+
+        monkeypatch.setattr(LiveBytes, "_count_all", counts_and_raises)
+        return
+
+    def raises(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = places[place](raises)
+
+
+PLACES = {
+    "embedding": lambda model: model.get_input_embeddings().register_forward_hook,
+    "between blocks": lambda model: model.model.layers[1].register_forward_pre_hook,
+    "norm": lambda model: model.model.norm.register_forward_hook,
+    "head": lambda model: model.lm_head.register_forward_hook,
+    "backward of a block": lambda model: model.model.layers[0].mlp.up_proj.weight.register_hook,
+    "backward of the embedding": lambda model: model.get_input_embeddings().weight.register_hook,
+}
+
+
+FOLLOWING = ["evaluation", "another model", "training", "uninstall", "del"]
+ENDS = [
+    pytest.param(place, following, marks=() if following == "another model" or place == 3 else pytest.mark.thorough)
+    for place, following in itertools.product([*PLACES, "optimizer", 3, 150, 250, 420], FOLLOWING)
+]
+
+
+@pytest.mark.parametrize(("place", "following"), ENDS)
+def test_an_interrupt_outside_of_blocks_ends_the_count_with_the_next_operation(place, following, monkeypatch):
+    """Although its traceback, and the loss, are kept. A place that is a number is the operation that is interrupted."""
+    model = model_of("llama", layers=2)
+    budgeted(model, 1 << 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    places = {name: register(model) for name, register in PLACES.items()}
+    places["optimizer"] = optimizer.register_step_post_hook
+    interrupt_once(places, place, monkeypatch)
+    kept = []
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        kept.append(model(**without_cache(model, BATCH)).loss)
+        kept[-1].backward()
+        optimizer.step()
+        torch.zeros(1)
+        pytest.fail("nothing was interrupted")
+    if following == "evaluation":
+        with torch.no_grad():
+            model.eval()(**BATCH)
+    elif following == "another model":
+        torch.nn.Linear(2, 2)(torch.zeros(2))
+    elif following == "training":
+        optimizer.zero_grad()
+        run(model, [BATCH] * 3, optimizer)
+        assert current(model).phase is Phase.TIME
+    elif following == "uninstall":
+        hf_ckpt.uninstall(model)
+    else:
+        del model, places, optimizer, kept[:], interrupted
+        gc.collect()
+    assert not dispatch_modes()
+    assert sys.getprofile() is None
 
 
 @pytest.mark.parametrize("steps", range(4))
