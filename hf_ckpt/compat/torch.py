@@ -336,8 +336,8 @@ def leave_dispatch_mode(mode: TorchDispatchMode) -> None:
 def leave_after_operation(mode: TorchDispatchMode) -> None:
     """Leave a mode as soon as its operation has ended. Must be called in this operation.
 
-    torch takes the mode off during its operation, and puts it back when no Python code runs; in a backward, once more at
-    its end. The next Python code that a profiler would see leaves it. Beside a real profiler it stays on.
+    torch takes the mode off during its operation, and puts it back when no Python code runs; in a backward, once more
+    at its end. The next Python code that a profiler would see leaves it. Beside a real profiler it stays on.
     """
     is_seen = running_node() is None or running_backward() is not None
     if is_seen and sys.getprofile() is None:
