@@ -29,7 +29,7 @@ from hf_ckpt import compat
 from hf_ckpt.console import make_console, print_progress
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_model
-from hf_ckpt.training.install import trial
+from hf_ckpt.training.install import installed_temporarily
 from hf_ckpt.units import GIB, format_bytes, format_seconds
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ class Training:
         if number == 1:
             live = Card(self.card_bytes, *holders)
         torch.manual_seed(number)
-        with trial(self.model, self.spec):
+        with installed_temporarily(self.model, self.spec):
             guard = None if self.card_bytes is None else hf_ckpt.OomGuard(self.model, exact=True)
             start = time.perf_counter()
             with live or contextlib.nullcontext():

@@ -17,7 +17,7 @@ from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.region import Region, Request, make
-from hf_ckpt.engines.trials import Mark, Trial, Trials, Tries, unmarked
+from hf_ckpt.engines.trials import Attempts, Mark, Trial, Trials, unmarked
 from hf_ckpt.models.blocks import FoundBlocks, base_model
 from hf_ckpt.spec.actions import KEEP, Action
 from hf_ckpt.spec.description import Description, Watched
@@ -137,7 +137,7 @@ class Functions:
             self.made[key] = make(Request(block, action, spec.preserve_rng_state, spec.determinism_check, mover))
         return self.made[key]
 
-    def trials(self, block: str, tries: Tries, mark: Mark = unmarked) -> Trials:
+    def trials(self, block: str, attempts: Attempts, mark: Mark = unmarked) -> Trials:
         """Return the trials of one block, see `engines.trials`, and make the functions that do not exist yet."""
 
         def trial(action: Action) -> Trial:
@@ -147,8 +147,8 @@ class Functions:
             assert isinstance(region, RebuildRegion), f"a recomputation cannot run under {action}"
             return Trial(action, region)
 
-        last = None if tries.last is None else trial(tries.last)
-        return Trials(block, mark, tuple(map(trial, tries.shown)), last)
+        last = None if attempts.last is None else trial(attempts.last)
+        return Trials(block, mark, tuple(map(trial, attempts.shown)), last)
 
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
         """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.
@@ -290,11 +290,11 @@ class Installation:
         self.functions = Functions(self.spec)
         self.regions = self.functions.of(self.plan)
 
-    def set_trials(self, tries: Mapping[str, Tries], mark: Mark = unmarked) -> None:
+    def set_trials(self, attempts: Mapping[str, Attempts], mark: Mark = unmarked) -> None:
         """From the next forward on, let the recomputations of these blocks try actions, and those of others none."""
         for name, region in self.regions.items():
             if isinstance(region, FullRegion):
-                wanted = tries.get(name)
+                wanted = attempts.get(name)
                 region.trials = None if wanted is None else self.functions.trials(name, wanted, mark)
 
     def end_watch(self) -> None:

@@ -35,41 +35,41 @@ def run(arguments: argparse.Namespace) -> int:
 
     print_progress("reading the files")
     quiet_libraries()
+    from hf_ckpt.doctor.files import read_files
     from hf_ckpt.doctor.rules import diagnose
-    from hf_ckpt.doctor.trainings import read_training
     from hf_ckpt.forecast.model import load_config
 
     config = load_config(arguments.model).to_dict() if arguments.model else None
-    training = read_training(arguments.files, config)
-    findings = diagnose(training)
+    files = read_files(arguments.files, config)
+    findings = diagnose(files)
     options = {"model": arguments.model} if arguments.model else {}
-    command = _command(training, options)
+    command = _command(files, options)
     if arguments.json:
         rows = [finding._asdict() for finding in findings]
-        print(json.dumps({"files": training.owners, "findings": rows, "plan": command}, indent=1))
+        print(json.dumps({"files": files.owners, "findings": rows, "plan": command}, indent=1))
     else:
         table = Table("", "where", "what, and what to do", show_lines=True)
         for finding in findings:  # as `Text`, because rich would read brackets in keys and values as markup
             table.add_row(finding.severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
         console = make_console()
-        print_plain(console, *(f"{path}: a file of {owner}" for path, owner in training.owners.items()))
+        print_plain(console, *(f"{path}: a file of {owner}" for path, owner in files.owners.items()))
         result = table if findings else "nothing found that would go wrong"
         console.print(result)
         print_plain(console, f"whether it fits: {command}")
     return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 
-def _command(training: Any, options: dict[str, Any]) -> str:
+def _command(files: Any, options: dict[str, Any]) -> str:
     """Return the command that plans the training, with what only accelerate's config says, or why there is none."""
-    from hf_ckpt.doctor.trainings import fields_of
+    from hf_ckpt.doctor.files import fields_of
 
     try:
-        fields = {"model": "MODEL", **fields_of(training, options)}
+        fields = {"model": "MODEL", **fields_of(files, options)}
         question(fields)
         # `--config` reads one file. What changes without accelerate's config has to be options of the command.
-        alone = fields_of(dataclasses.replace(training, launch={}), options)
+        alone = fields_of(dataclasses.replace(files, launch={}), options)
     except HfCkptError as error:
         return f"not known: {error}"
-    words = ["hf-ckpt", "plan", fields.pop("model"), *(["--config", training.path] if training.path else [])]
+    words = ["hf-ckpt", "plan", fields.pop("model"), *(["--config", files.path] if files.path else [])]
     launched = [FIELDS[name].words(value) for name, value in fields.items() if alone.get(name) != value]
     return shlex.join([*words, *itertools.chain(*launched), "--device", "NAME"])

@@ -112,13 +112,13 @@ def _read_config(options: dict[str, Any], config: Path | None) -> tuple[Question
     if config is None:
         return question(options), ""
     print_progress(f"reading {config}")
+    from hf_ckpt.doctor.files import fields_of, read_files
     from hf_ckpt.doctor.rules import diagnose
-    from hf_ckpt.doctor.trainings import fields_of, read_training
 
-    training = read_training([config])
-    owner = training.owner
-    print(f"hf-ckpt: {config}: a file of {training.owners[str(config)]}", file=sys.stderr)
-    for finding in diagnose(training):
+    files = read_files([config])
+    owner = files.owner
+    print(f"hf-ckpt: {config}: a file of {files.owners[str(config)]}", file=sys.stderr)
+    for finding in diagnose(files):
         print(f"hf-ckpt: {config}: {finding.where}: {finding.what}", file=sys.stderr)
     program = owner.name if owner.needs else ""
-    return question(fields_of(training, options)), program
+    return question(fields_of(files, options)), program

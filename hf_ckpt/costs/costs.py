@@ -16,7 +16,7 @@ import itertools
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from hf_ckpt.costs.steps import Call, CallName, Part, Step, Trial
+from hf_ckpt.costs.steps import Call, CallName, Needs, Part, Step
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOADED, SELECTIVE, Action
 from hf_ckpt.spec.plan import Block, staying
 
@@ -170,14 +170,14 @@ class Costs:
 
 
 def costs_of_step(
-    full: Step, blocks: Sequence[Block], trials: Mapping[CallName, Mapping[Action, Trial]], actions: Sequence[Action]
+    full: Step, blocks: Sequence[Block], needs: Mapping[CallName, Mapping[Action, Needs]], actions: Sequence[Action]
 ) -> Costs:
     """The costs of all plans, from a step under `full` and what its calls would need under other actions.
 
     Args:
         full: the step. A block that is called several times occurs several times.
         blocks: the block of each call.
-        trials: call -> action that it may have -> what it needs under it.
+        needs: call -> action that it may have -> what it needs under it.
         actions: those to choose from, those that keep most first. Fixed blocks may have others.
     """
     costs = []
@@ -188,15 +188,15 @@ def costs_of_step(
     """Stack -> bytes that calls of it leave under `full`: the hidden states of the next call."""
     last_stack = None
     for call, block in zip(full.calls, blocks, strict=True):
-        trials_of_call = trials[call.name]
+        needs_of_call = needs[call.name]
         # Casts of weights that some action keeps for the backward. Under `full` they go when the forward ends.
-        casts = max(trial.kept_casts for trial in trials_of_call.values())
+        casts = max(need.kept_casts for need in needs_of_call.values())
         is_first = block.stack != last_stack
         last_stack = block.stack
         costs_of_call = {}
-        for action, trial in trials_of_call.items():
-            cost = _cost(call, trial, casts, is_first)
-            inner = trials_of_call.get(RECOMPUTED[action.kind]) if action.kind in RECOMPUTED else None
+        for action, need in needs_of_call.items():
+            cost = _cost(call, need, casts, is_first)
+            inner = needs_of_call.get(RECOMPUTED[action.kind]) if action.kind in RECOMPUTED else None
             costs_of_call[action] = (
                 cost if inner is None else dataclasses.replace(cost, freed_bytes=_freed(cost, inner))
             )
@@ -239,40 +239,40 @@ def _gradient_bytes(calls: Sequence[Call], alive_after: Sequence[int]) -> list[i
     return gradients
 
 
-def _cost(call: Call, trial: Trial, casts: int, is_first: bool) -> Cost:
-    """What a call costs as a trial has shown, with what runs between it and the next call.
+def _cost(call: Call, need: Needs, casts: int, is_first: bool) -> Cost:
+    """What a call costs under an action, with what runs between it and the next call.
 
     Args:
         call: as it ran under `full`.
-        trial: what it needs under the action.
+        need: what it needs under the action.
         casts: bytes of casts of weights that are freed when the model's forward ends, unless the action keeps them.
         is_first: whether it is the first call of its stack. The stack itself holds the hidden states that this call is
             given, until it returns.
     """
-    more = trial.kept - trial.freed.hidden  # than under `full`, which keeps the hidden states
-    held = trial.freed.hidden if is_first else 0
+    more = need.kept - need.freed.hidden  # than under `full`, which keeps the hidden states
+    held = need.freed.hidden if is_first else 0
     net = call.forward.net + more + held
-    forward = Part(max(0, net, trial.forward_peak), net, call.forward.nanoseconds)
+    forward = Part(max(0, net, need.forward_peak), net, call.forward.nanoseconds)
     backward = Part()
     if call.backward is not None:
-        end = call.backward.net - more - trial.kept_casts
-        peak = trial.backward_peak
+        end = call.backward.net - more - need.kept_casts
+        peak = need.backward_peak
         if peak is None:
             # At most what it needs under `full`, whose recomputation holds all that a block keeps. Hidden states that
             # the action frees are no difference here: both the peak and the bytes at the beginning are less.
-            peak = call.backward.peak + call.whole_bytes - trial.kept - trial.kept_casts
-        backward = Part(max(0, end, peak), end, trial.backward_nanoseconds)
+            peak = call.backward.peak + call.whole_bytes - need.kept - need.kept_casts
+        backward = Part(max(0, end, peak), end, need.backward_nanoseconds)
     return Cost(
         forward.then(call.until_next),
         backward,
-        forward_only_bytes=casts + held - trial.kept_casts,
-        shared_bytes=trial.freed.shared,
-        rebuilt_bytes=trial.freed.rebuilt,
+        forward_only_bytes=casts + held - need.kept_casts,
+        shared_bytes=need.freed.shared,
+        rebuilt_bytes=need.freed.rebuilt,
     )
 
 
-def _freed(cost: Cost, inner: Trial) -> int:
-    """What a call frees of its hidden states before its backward needs most, if a recomputation runs as in a trial."""
+def _freed(cost: Cost, inner: Needs) -> int:
+    """What a call frees of its hidden states before its backward needs most, if its recomputation is as `inner`."""
     more = cost.backward.peak - inner.arrival - inner.forward_peak  # than while it is recomputed
     return max(0, min(inner.freed.hidden, more))
 

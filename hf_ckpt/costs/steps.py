@@ -65,7 +65,7 @@ NOTHING = Freed()
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class Needs:
     """What a call keeps and needs under an action. All in bytes, but for the times."""
 
     forward_peak: int
@@ -75,7 +75,7 @@ class Trial:
     kept_casts: int
     """Autocast's copies of weights that the backward needs; they outlive the model's forward."""
     backward_peak: int | None = None
-    """Most bytes alive in the backward, above those when its gradient arrives; None if it was not tried."""
+    """Most bytes alive in the backward, above those when its gradient arrives; None if it was not measured."""
     arrival: int = 0
     """Bytes that are allocated between the arrival of the gradient and the first operation of the backward."""
     freed: Freed = NOTHING
@@ -98,7 +98,7 @@ class Call:
     """What runs between this call and the next one; nothing after the last one."""
     backward: Part | None
     """Its backward, and what runs between it and the next boundary. None for a call without one."""
-    trials: Mapping[Action, Trial] = dataclasses.field(default_factory=dict)
+    needs: Mapping[Action, Needs] = dataclasses.field(default_factory=dict)
     """What it would keep and need under other actions."""
     records_graph: bool = True
     """Whether its output requires gradients. If so, a call without a backward holds what its action keeps."""
@@ -109,12 +109,12 @@ class Call:
     @property
     def left(self) -> int:
         """Bytes that its forward leaves for the backward: not autocast's copies of weights, which `full` frees."""
-        return self.forward.net - max((trial.kept_casts for trial in self.trials.values()), default=0)
+        return self.forward.net - max((need.kept_casts for need in self.needs.values()), default=0)
 
-    def as_it_ran(self) -> Trial:
+    def as_it_ran(self) -> Needs:
         """What it keeps and needs as it ran, usually under `full`, beside what `full` keeps."""
         backward = self.backward or Part()
-        return Trial(
+        return Needs(
             forward_peak=self.forward.peak,
             kept=0,
             kept_casts=0,
@@ -122,19 +122,19 @@ class Call:
             backward_nanoseconds=backward.nanoseconds,
         )
 
-    def recomputed(self, trial: Trial) -> Trial:
-        """What it keeps and needs if its recomputation runs as in a trial, which has tried the backward."""
-        assert trial.backward_peak is not None
-        # The recomputation is a forward under the trial's action, which begins when the gradient has arrived. Its
+    def recomputed(self, need: Needs) -> Needs:
+        """What it keeps and needs if its recomputation runs under an action whose backward was measured, too."""
+        assert need.backward_peak is not None
+        # The recomputation is a forward under that action, which begins when the gradient has arrived. Its
         # backward follows while all is alive that this forward has kept.
-        peak = max(trial.arrival + trial.forward_peak, trial.kept + trial.kept_casts + trial.backward_peak)
+        peak = max(need.arrival + need.forward_peak, need.kept + need.kept_casts + need.backward_peak)
         # A forward in tiles needs less than one as a whole, which needs at most what it does if it also keeps results.
-        forward_peak = trial.forward_peak if self.whole_bytes else self.forward.peak
+        forward_peak = need.forward_peak if self.whole_bytes else self.forward.peak
         return dataclasses.replace(
             self.as_it_ran(),
             forward_peak=forward_peak,
             backward_peak=peak,
-            backward_nanoseconds=trial.forward_nanoseconds + trial.backward_nanoseconds,
+            backward_nanoseconds=need.forward_nanoseconds + need.backward_nanoseconds,
         )
 
 
@@ -201,17 +201,17 @@ class Step:
             # Both ran forwards; what the action keeps is how much more is left by this one.
             full = self[call.name]
             if call.name[0] in actions and full is not None and call.backward is not None:
-                trial = dataclasses.replace(call.as_it_ran(), kept=call.forward.net - full.forward.net)
-                calls.append(dataclasses.replace(call, trials={actions[call.name[0]]: trial}))
-        return self.with_trials(dataclasses.replace(other, calls=tuple(calls)))
+                need = dataclasses.replace(call.as_it_ran(), kept=call.forward.net - full.forward.net)
+                calls.append(dataclasses.replace(call, needs={actions[call.name[0]]: need}))
+        return self.with_needs(dataclasses.replace(other, calls=tuple(calls)))
 
-    def with_trials(self, other: Step) -> Step:
-        """The same step with what another step of the same batch has tried."""
+    def with_needs(self, other: Step) -> Step:
+        """The same step with what another step of the same batch has shown of further actions."""
         calls = []
         for call in self.calls:
             same_call = other[call.name]
             if same_call is not None:
-                call = dataclasses.replace(call, trials={**call.trials, **same_call.trials})
+                call = dataclasses.replace(call, needs={**call.needs, **same_call.needs})
             calls.append(call)
         return dataclasses.replace(self, calls=tuple(calls))
 
@@ -246,14 +246,14 @@ def step_between(steps: Mapping[float, Step]) -> Step:
     return _combined_steps([steps[length] for length in weights], [*weights.values()])
 
 
-def trial_between(trials: Mapping[float, Trial]) -> Trial:
-    """The same for a trial. Its backward follows from those trials that have tried it."""
-    weights = _weights(trials)
-    trial: Trial = _combined([trials[length] for length in weights], [*weights.values()])
-    tried = {length: other for length, other in trials.items() if other.backward_peak is not None}
-    if not tried or len(tried) == len(trials):
-        return trial
-    return dataclasses.replace(trial, backward_peak=trial_between(tried).backward_peak)
+def needs_between(needs: Mapping[float, Needs]) -> Needs:
+    """The same for what a call needs. Its backward follows from those in which it was measured."""
+    weights = _weights(needs)
+    need: Needs = _combined([needs[length] for length in weights], [*weights.values()])
+    with_backward = {length: other for length, other in needs.items() if other.backward_peak is not None}
+    if not with_backward or len(with_backward) == len(needs):
+        return need
+    return dataclasses.replace(need, backward_peak=needs_between(with_backward).backward_peak)
 
 
 def _weights(lengths: Collection[float]) -> dict[float, float]:

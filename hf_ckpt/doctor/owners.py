@@ -19,7 +19,7 @@ class Owner:
     telltales: str = ""
     """Keys that its files are recognised by; `a.b` is the key b under a. The owner with most of them is taken."""
     part: str = "values"
-    """The part of a `Training` that a file is: `values`, `launch` or `engine`."""
+    """The part of `ConfigFiles` that a file is: `values`, `launch` or `engine`."""
     refused: str = ""
     """Why its files are refused."""
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)

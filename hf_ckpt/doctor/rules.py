@@ -12,8 +12,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from hf_ckpt.doctor.files import SPEC_KEYS, ConfigFiles, split_by
 from hf_ckpt.doctor.owners import OWNERS, without_sections
-from hf_ckpt.doctor.trainings import SPEC_KEYS, Training, split_by
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.models.families import depth_keys, family_of
 from hf_ckpt.planner.policies import make_plan, parse_for
@@ -38,43 +38,43 @@ Texts = Iterator[tuple[str, str, str]]
 """Place, what will go wrong, and what to do, for each fault."""
 
 
-def diagnose(training: Training) -> list[Finding]:
+def diagnose(files: ConfigFiles) -> list[Finding]:
     """Return the findings of all rules, errors first."""
     findings = []
     for severity, rules in RULES.items():
         for rule in rules:
-            findings += [Finding(severity, code_of(rule), *texts) for texts in rule(training)]
+            findings += [Finding(severity, code_of(rule), *texts) for texts in rule(files)]
     return findings
 
 
-def code_of(rule: Callable[[Training], Texts]) -> str:
+def code_of(rule: Callable[[ConfigFiles], Texts]) -> str:
     """Return the code of a rule, such as `flag-off`."""
     return rule.__name__.strip("_").replace("_", "-")
 
 
-def _spec(training: Training) -> Texts:
-    kwargs = training.kwargs
+def _spec(files: ConfigFiles) -> Texts:
+    kwargs = files.kwargs
     if not isinstance(kwargs, dict | None):  # a text would be read as the name of a policy, which Trainer does not
         kwargs = {shown(kwargs, 60): None}
     try:
         # A plan is made for the config's blocks, because `layers` beyond the last are refused only then.
-        spec = parse_for(lambda: Spec.parse(kwargs), functools.partial(_planned, training))
-        _planned(training, spec)
+        spec = parse_for(lambda: Spec.parse(kwargs), functools.partial(_planned, files))
+        _planned(files, spec)
     except SpecError as error:
         for problem in error.problems:
-            yield training.kwargs_key, problem, "Correct it: hf_ckpt enables nothing until it is right."
+            yield files.kwargs_key, problem, "Correct it: hf_ckpt enables nothing until it is right."
 
 
-def _planned(training: Training, spec: Spec) -> None:
+def _planned(files: ConfigFiles, spec: Spec) -> None:
     """Raise `SpecError` for blocks that the model's config does not count."""
-    blocks = _blocks(training, spec)
+    blocks = _blocks(files, spec)
     if blocks and spec.plan is None:
         make_plan(spec, blocks, "", "")
 
 
-def _blocks(training: Training, spec: Spec) -> list[Block]:
+def _blocks(files: ConfigFiles, spec: Spec) -> list[Block]:
     """Return the blocks that the model's config counts, stack by stack; none if it does not say what there is."""
-    config = types.SimpleNamespace(**training.model)
+    config = types.SimpleNamespace(**files.model)
     family = family_of(config)
     if family is None and (isinstance(spec.layers, tuple) or any(rule.stack for rule in spec.rules)):
         return []  # the names of its stacks are not known
@@ -85,29 +85,29 @@ def _blocks(training: Training, spec: Spec) -> list[Block]:
     return blocks
 
 
-def _spec_outside(training: Training) -> Texts:
-    for key in sorted(SPEC_KEYS & training.values.keys()):
-        what = f"it stands beside the checkpointing kwargs, where {training.owner.name} does not read it."
-        yield key, what, f"Indent it under {training.kwargs_key}." if training.reads_spec else training.owner.advice
+def _spec_outside(files: ConfigFiles) -> Texts:
+    for key in sorted(SPEC_KEYS & files.values.keys()):
+        what = f"it stands beside the checkpointing kwargs, where {files.owner.name} does not read it."
+        yield key, what, f"Indent it under {files.kwargs_key}." if files.reads_spec else files.owner.advice
 
 
-def _unread(training: Training) -> Texts:
-    kwargs = training.kwargs
-    if isinstance(kwargs, dict) and kwargs.keys() - _OF_TORCH and not training.reads_spec:
-        what = f"{training.owner.name} does not give them to hf_ckpt: no policy would be used."
-        yield training.kwargs_key, what, training.owner.advice
+def _unread(files: ConfigFiles) -> Texts:
+    kwargs = files.kwargs
+    if isinstance(kwargs, dict) and kwargs.keys() - _OF_TORCH and not files.reads_spec:
+        what = f"{files.owner.name} does not give them to hf_ckpt: no policy would be used."
+        yield files.kwargs_key, what, files.owner.advice
 
 
-def _misspelt(training: Training) -> Texts:
-    names = [*training.values.keys() - training.unknown, *training.owner.keys]
-    for key in training.unknown:
+def _misspelt(files: ConfigFiles) -> Texts:
+    names = [*files.values.keys() - files.unknown, *files.owner.keys]
+    for key in files.unknown:
         section = key.rpartition(".")[0]
         beside = [name for name in names if name.rpartition(".")[0] == section]
         elsewhere = [name for name in names if name.endswith(f".{key}")]  # without its section, or in a wrong one
         # So near that no key of an owner is called misspelt; tests/doctor/keys.yaml has hundreds of each.
         for name in (elsewhere or difflib.get_close_matches(key, beside, cutoff=0.85))[:1]:
             yield key, "unknown key; planning ignores it.", f"Did you mean {name}?"
-    yield from _misspelt_in_deepspeed(training.deepspeed)
+    yield from _misspelt_in_deepspeed(files.deepspeed)
 
 
 def _misspelt_in_deepspeed(config: Any) -> Texts:
@@ -123,16 +123,16 @@ def _misspelt_in_deepspeed(config: Any) -> Texts:
             yield key, "unknown key of DeepSpeed.", f"Did you mean {name}?"
 
 
-def _flag_off(training: Training) -> Texts:
+def _flag_off(files: ConfigFiles) -> Texts:
     # LLaMA-Factory enables its own checkpointing without the flag: then `unread` says what to do.
-    needs = training.owner.needs
-    own = needs is not None and needs[0].startswith("disable_") and not training.reads_spec
-    flags = [] if own else [(training.flag, training.kwargs_key, training.kwargs)]
-    scopes = {key: f"{key}_scope" for key in training.owner.checkpointing.split()}
-    flags += [(key, scope, training.values.get(scope)) for key, scope in scopes.items()]
+    needs = files.owner.needs
+    own = needs is not None and needs[0].startswith("disable_") and not files.reads_spec
+    flags = [] if own else [(files.flag, files.kwargs_key, files.kwargs)]
+    scopes = {key: f"{key}_scope" for key in files.owner.checkpointing.split()}
+    flags += [(key, scope, files.values.get(scope)) for key, scope in scopes.items()]
     # Nothing reads these kwargs then, and the training runs out of memory as if there were no plan.
     for flag, key, value in flags:
-        if value and not _is_on(training.values.get(flag)):
+        if value and not _is_on(files.values.get(flag)):
             yield key, f"it does nothing, because {flag} is not on.", f"Set {flag} to true, or remove {key}."
 
 
@@ -141,19 +141,19 @@ def _is_on(value: Any) -> bool:
     return bool(value) and str(value).lower() not in ("false", "off", "none", "disabled", "no")
 
 
-def _own_checkpointing(training: Training) -> Texts:
-    keys = [key for key in training.owner.checkpointing.split() if _is_on(training.values.get(key))]
-    if isinstance(training.values.get(training.flag), str) and training.flag not in training.unknown:
-        keys.append(training.flag)  # such as `offload`
-    if training.fsdp and _is_on(training.fsdp[1].get("activation_checkpointing")):
+def _own_checkpointing(files: ConfigFiles) -> Texts:
+    keys = [key for key in files.owner.checkpointing.split() if _is_on(files.values.get(key))]
+    if isinstance(files.values.get(files.flag), str) and files.flag not in files.unknown:
+        keys.append(files.flag)  # such as `offload`
+    if files.fsdp and _is_on(files.fsdp[1].get("activation_checkpointing")):
         keys.append("fsdp_activation_checkpointing")
     for key in keys:
         what = "activations are then saved, recomputed or moved without hf_ckpt; a plan does not count that."
         yield key, what, "Turn it off, and let hf_ckpt do it: `policy: full`, `policy: offload`, or `host_budget`."
 
 
-def _fsdp_offload(training: Training) -> Texts:
-    version, options = training.fsdp or ("", {})
+def _fsdp_offload(files: ConfigFiles) -> Texts:
+    version, options = files.fsdp or ("", {})
     # accelerate/utils/dataclasses.py, `FullyShardedDataParallelPlugin.__post_init__`
     parent = _is_on(options.get("activation_checkpointing"))
     if _is_on(options.get("activation_checkpointing_offload")) and not (parent and version == "2"):
@@ -161,8 +161,8 @@ def _fsdp_offload(training: Training) -> Texts:
         yield "fsdp_activation_checkpointing_offload", what, "Remove it, and use `policy: offload` of hf_ckpt."
 
 
-def _splits(training: Training) -> Texts:
-    for key, size in training.splits.items():
+def _splits(files: ConfigFiles) -> Texts:
+    for key, size in files.splits.items():
         if split_by(key) == "sequences":
             what = f"a rank has 1/{size} of a sequence. Plans count that, but not the time of attention to other parts."
             yield f"{key}: {size}", what, "Compare plans by their peaks, and give `--seq` as of one rank."
@@ -171,55 +171,55 @@ def _splits(training: Training) -> Texts:
             yield f"{key}: {size}", what, "Run without it, or expect no plan: hf_ckpt is not tested with it."
 
 
-def _adapter_layers(training: Training) -> Texts:
-    owner = training.owner
-    values = training.values
+def _adapter_layers(files: ConfigFiles) -> Texts:
+    owner = files.owner
+    values = files.values
     keys = owner.fields.get("lora_targets", "").split()
     chosen = [owner.chosen(key, values.get(key)) or {} for key in owner.choices]
     named = any(values.get(key) for key in keys) or any("lora_targets" in fields for fields in chosen)
-    if training.adapters and not named:  # PEFT: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    if files.adapters and not named:  # PEFT: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         what = "no layers are named, and PEFT takes its own for the model: often query and value projections only."
         yield keys[0], what, "Name the layers, or `all-linear`."
 
 
-def _auto_batch(training: Training) -> Texts:
-    if _is_on(training.values.get("auto_find_batch_size")):
+def _auto_batch(files: ConfigFiles) -> Texts:
+    if _is_on(files.values.get("auto_find_batch_size")):
         what = (
             "if memory runs out, the batch is made smaller and no step accumulates more: the effective batch changes."
         )
         yield "auto_find_batch_size", what, "Remove it, and start the run by `python -m hf_ckpt --oom-guard`."
 
 
-def _deepspeed_block(training: Training) -> Texts:
-    config = training.deepspeed
+def _deepspeed_block(files: ConfigFiles) -> Texts:
+    config = files.deepspeed
     # It sets up `deepspeed.checkpointing.checkpoint`, which a model has to call; Megatron's do.
     if isinstance(config, dict) and "activation_checkpointing" in config:
-        where = "activation_checkpointing" if training.engine else "deepspeed"
+        where = "activation_checkpointing" if files.engine else "deepspeed"
         what = "DeepSpeed's own activation_checkpointing does nothing for Hugging Face models: none of them calls it."
-        yield where, what, f"Remove it, and set {training.flag}."
+        yield where, what, f"Remove it, and set {files.flag}."
 
 
-def _redrawn_dropout(training: Training) -> Texts:
-    keys = training.owner.fields.get("lora_dropout", "").split()
-    rates = {key: training.values.get(key) for key in keys} if training.adapters else {}
-    for key, value in training.model.items():
+def _redrawn_dropout(files: ConfigFiles) -> Texts:
+    keys = files.owner.fields.get("lora_dropout", "").split()
+    rates = {key: files.values.get(key) for key in keys} if files.adapters else {}
+    for key, value in files.model.items():
         # Heads and embeddings are outside the blocks, and nothing recomputes them.
         outside = key.startswith(("classif", "summary", "embd", "cls_", "pooler"))
         if not outside and any(word in key for word in ("dropout", "pdrop", "drop_path")):
             rates[f"the model's {key}"] = value
     active = [f"{key} is {rate}" for key, rate in rates.items() if isinstance(rate, float) and rate > 0]
-    version, options = training.fsdp or ("", {})
+    version, options = files.fsdp or ("", {})
     if not active:
         return
     what = f"random state is not kept, but {active[0]}: recomputed blocks draw other masks, and gradients are wrong."
     if version == "2" and _is_on(options.get("activation_checkpointing")):  # FSDP1 keeps random state
-        yield "fsdp_activation_checkpointing", what, f"Set it to false and {training.flag} to true."
-    kwargs = training.kwargs if training.values.get(training.flag) and isinstance(training.kwargs, dict) else {}
+        yield "fsdp_activation_checkpointing", what, f"Set it to false and {files.flag} to true."
+    kwargs = files.kwargs if files.values.get(files.flag) and isinstance(files.kwargs, dict) else {}
     if kwargs.get("preserve_rng_state") is False and kwargs.get("policy") not in ("none", "selective"):
         yield "preserve_rng_state", what, "Remove it, or set every dropout to 0."  # `selective` keeps the masks
 
 
-RULES: dict[str, tuple[Callable[[Training], Texts], ...]] = {
+RULES: dict[str, tuple[Callable[[ConfigFiles], Texts], ...]] = {
     "error": (_spec, _spec_outside, _unread, _fsdp_offload, _redrawn_dropout),
     "warning": (_misspelt, _flag_off, _own_checkpointing, _splits, _deepspeed_block, _auto_batch),
     "note": (_adapter_layers,),

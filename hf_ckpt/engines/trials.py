@@ -58,7 +58,7 @@ def unmarked(*args: Any, **kwargs: Any) -> None:
     """A `Mark` that does nothing."""
 
 
-class Tries(NamedTuple):
+class Attempts(NamedTuple):
     """What a measured step tries on one block."""
 
     shown: tuple[Action, ...] = ()

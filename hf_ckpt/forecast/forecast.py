@@ -18,7 +18,7 @@ from torch import nn
 from hf_ckpt.costs.costs import ON_DEVICE, Costs, timeline, with_offloading, with_segments
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast.devices import device_named, this_device
-from hf_ckpt.forecast.model import OF_LIVE, ShallowModel, fields_of_live, kv_bytes, model_of_workload, nbytes
+from hf_ckpt.forecast.model import OF_LIVE, ShallowModel, fields_of_live, kv_bytes, nbytes, shallow_model
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.ranks import sent_bytes
@@ -580,5 +580,5 @@ class Forecaster:
         """Return the shallow model of a question."""
         of_model = training.only(MODEL)
         if of_model not in self._models:
-            self._models[of_model] = model_of_workload(training, self._config)
+            self._models[of_model] = shallow_model(training, self._config)
         return self._models[of_model]

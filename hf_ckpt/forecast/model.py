@@ -92,29 +92,29 @@ def kv_bytes(config: Any, training: Question) -> int:
 # --- from a config ----------------------------------------------------------------------------------------------------
 
 
-def model_of_workload(workload: Question, config: Any = None) -> ShallowModel:
-    """The shallow model of a workload, with its adapters.
+def shallow_model(training: Question, config: Any = None) -> ShallowModel:
+    """The shallow model of a training, with its adapters.
 
     Args:
-        workload: what is trained.
-        config: of the model, instead of the one that the workload names; or the model itself.
+        training: what is trained.
+        config: of the model, instead of the one that the training names; or the model itself.
 
     Raises `HfCkptError` if there is no such config or class, or if sequences exceed the model's positions.
     """
     if isinstance(config, nn.Module):
-        _refuse(base_model(config).config, workload)
+        _refuse(base_model(config).config, training)
         model = _copy_on_meta(config)
-        if workload.sharded and workload.autocast_name:  # unsharded weights have their compute type
-            model.to(DTYPES[workload.autocast_name])
+        if training.sharded and training.autocast_name:  # unsharded weights have their compute type
+            model.to(DTYPES[training.autocast_name])
         return _on_fakes(model, _cut(model))
-    config = load_config(workload.model) if config is None else config
-    _refuse(config, workload)
+    config = load_config(training.model) if config is None else config
+    _refuse(config, training)
     # On `meta`, 70 billion parameters take no memory. Those that are left become fake tensors, which costs time for
     # each.
     with torch.device("meta"), compat.transformers.no_init_weights():
-        model = _make(config, workload)
+        model = _make(config, training)
         likes = _cut(model)  # before adapters, which are slow to add
-        model = _prepared(model, workload)
+        model = _prepared(model, training)
     return _on_fakes(model, likes)
 
 
@@ -299,7 +299,7 @@ def _copy_on_meta(model: nn.Module) -> nn.Module:
     return copied
 
 
-# --- a model as a workload describes it -------------------------------------------------------------------------------
+# --- a model as a question describes it -------------------------------------------------------------------------------
 
 
 def load_config(name: str) -> Any:
@@ -314,16 +314,16 @@ def load_config(name: str) -> Any:
         raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets)}.") from error
 
 
-def _make(config: Any, workload: Question) -> nn.Module:
-    """A model of the workload's class, whose blocks are not changed yet."""
-    name = workload.architecture or next(iter(config.architectures or []), "AutoModelForCausalLM")
+def _make(config: Any, training: Question) -> nn.Module:
+    """A model of the training's class, whose blocks are not changed yet."""
+    name = training.architecture or next(iter(config.architectures or []), "AutoModelForCausalLM")
     model_class: Any = getattr(transformers, name, None)
     build = getattr(model_class, "_from_config", None) or getattr(model_class, "from_config", None)
     if build is None:
         raise HfCkptError(f"transformers has no model class {name!r}: {NO_PLAN}")
     # Under FSDP2, unsharded weights have their compute type.
-    dtype = DTYPES[(workload.autocast_name if workload.sharded else None) or workload.dtype]
-    attention = "sdpa" if workload.attention.startswith("flash_attention") else workload.attention  # as much is saved
+    dtype = DTYPES[(training.autocast_name if training.sharded else None) or training.dtype]
+    attention = "sdpa" if training.attention.startswith("flash_attention") else training.attention  # as much is saved
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         attention = "eager"  # such as T5 before transformers 5
     config = copy.deepcopy(config)
@@ -333,40 +333,40 @@ def _make(config: Any, workload: Question) -> nn.Module:
     try:
         model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # models do not validate configs: any error may follow
-        raise HfCkptError(f"{workload.model} cannot be made from its config: {reason_of(error)}.") from error
+        raise HfCkptError(f"{training.model} cannot be made from its config: {reason_of(error)}.") from error
     base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model
 
 
-def _prepared(model: nn.Module, workload: Question) -> nn.Module:
-    """Quantise the base of a model and add adapters, as the workload says."""
-    if workload.lora is None:
+def _prepared(model: nn.Module, training: Question) -> nn.Module:
+    """Quantise the base of a model and add adapters, as the training has them."""
+    if training.lora is None:
         return model
     from peft import LoraConfig, prepare_model_for_kbit_training
 
-    if workload.load_in_4bit:
-        quantise(model, DTYPES[workload.dtype], double=workload.double_quant)
-    if workload.prepared:
+    if training.load_in_4bit:
+        quantise(model, DTYPES[training.dtype], double=training.double_quant)
+    if training.prepared:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    dropout = 0.0 if workload.trainer == "dpo" else workload.lora_dropout  # `disable_dropout` of DPOConfig is on
-    targets = workload.lora_targets if isinstance(workload.lora_targets, str) else list(workload.lora_targets)
-    lora = LoraConfig(r=workload.lora, target_modules=targets, lora_dropout=dropout)
+    dropout = 0.0 if training.trainer == "dpo" else training.lora_dropout  # `disable_dropout` of DPOConfig is on
+    targets = training.lora_targets if isinstance(training.lora_targets, str) else list(training.lora_targets)
+    lora = LoraConfig(r=training.lora, target_modules=targets, lora_dropout=dropout)
     model = add_adapters(model, lora)
     like_bitsandbytes(model, QuantisedLinear)
     # "When using QLoRA, the PEFT adapter weights are converted to bf16" (trl/trainer/sft_trainer.py).
     for parameter in model.parameters():
-        if workload.load_in_4bit and workload.trainer is not None and parameter.requires_grad:
+        if training.load_in_4bit and training.trainer is not None and parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 
-def _refuse(config: Any, workload: Question) -> None:
+def _refuse(config: Any, training: Question) -> None:
     """Raise `HfCkptError` for too long sequences, and for weights that are quantised by another method than is said."""
     stored = getattr(config, "quantization_config", None) or {}
     keys = stored if isinstance(stored, Mapping) else stored.to_dict()
-    refuse_long(config, workload.tokens, workload.model)
+    refuse_long(config, training.tokens, training.model)
     if keys.get("load_in_4bit"):
-        if not workload.load_in_4bit:
-            raise HfCkptError(f"the weights of {workload.model} are in 4 bits: give load_in_4bit, and the rank (lora).")
+        if not training.load_in_4bit:
+            raise HfCkptError(f"the weights of {training.model} are in 4 bits: give load_in_4bit, and the rank (lora).")
     elif keys.get("quant_method", "mxfp4") != "mxfp4":  # MXFP4 is dequantised for training
-        raise HfCkptError(f"the weights of {workload.model} are quantised by {keys['quant_method']}: {NO_PLAN}")
+        raise HfCkptError(f"the weights of {training.model} are quantised by {keys['quant_method']}: {NO_PLAN}")

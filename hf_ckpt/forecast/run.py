@@ -22,8 +22,8 @@ from hf_ckpt.attach.enable import put_on
 from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import CallCosts, Costs, Static, costs_of_step
-from hf_ckpt.costs.steps import Call, Step, Trial
-from hf_ckpt.engines.trials import Tries
+from hf_ckpt.costs.steps import Call, Needs, Step
+from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
@@ -64,11 +64,11 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     whole = _measure(model, training, device, FULL)
     tile = None if training.mlp == "full" else training.mlp
     actions = tuple(dict.fromkeys([*planned_actions(tile=tile), *further]))
-    step = _with_trials_of(actions, whole.step, model, training, device)
+    step = _with_needs_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}
-    trials = {call.name: _trials_of(call, actions) for call in step.calls}
-    shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], trials, actions)
+    needs = {call.name: _needs_of(call, actions) for call in step.calls}
+    shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], needs, actions)
     calls = _at_real_depth(model, shallow.calls)
     forward, backward = shallow.head
     spent = forward.nanoseconds
@@ -98,7 +98,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     return Sharding(model, training).costs(costs) if training.sharded else costs
 
 
-def _with_trials_of(
+def _with_needs_of(
     actions: Iterable[Action], step: Step, model: ShallowModel, training: Question, device: Device
 ) -> Step:
     """A step under `full`, with what other steps show of further actions.
@@ -117,11 +117,11 @@ def _with_trials_of(
             calls = (dataclasses.replace(call, name=(meanwhile[call.name[0]], call.name[1])) for call in other.calls)
             other = dataclasses.replace(other, calls=tuple(calls))
             if action.tile is None:
-                step = step.with_trials(other)
+                step = step.with_needs(other)
             else:  # tiles change the forward, too, so all blocks ran in that step as they run under a plan
                 step = step.with_actions(other, {name: action for name, _ in other.names})
-    trials = {name: call.trials for (name, _), call in zip(step.names, step.calls, strict=True)}
-    shared = (dataclasses.replace(call, trials=trials[shown_by[call.name[0]]]) for call in step.calls)
+    needs = {name: call.needs for (name, _), call in zip(step.names, step.calls, strict=True)}
+    shared = (dataclasses.replace(call, needs=needs[shown_by[call.name[0]]]) for call in step.calls)
     return dataclasses.replace(step, calls=tuple(shared))
 
 
@@ -144,15 +144,15 @@ def _shown_by(model: ShallowModel, step: Step) -> dict[str, str]:
     return {block: blocks[min(1, len(blocks) - 1)] for block, blocks in shown_by.items()}
 
 
-def _trials_of(call: Call, actions: Iterable[Action]) -> dict[Action, Trial]:
+def _needs_of(call: Call, actions: Iterable[Action]) -> dict[Action, Needs]:
     """What a call needs under every action that it may have; those that keep most come first."""
     if call.backward is None:  # nothing to recompute
         return {KEEP: call.as_it_ran()}
-    trials = {**call.trials, FULL: call.as_it_ran()}
+    needs = {**call.needs, FULL: call.as_it_ran()}
     for action in actions:
         if action.kind == FULL_SELECTIVE.kind:
-            trials[action] = call.recomputed(trials[Action(SELECTIVE.kind, action.save)])
-    return {action: trials[action] for action in actions}
+            needs[action] = call.recomputed(needs[Action(SELECTIVE.kind, action.save)])
+    return {action: needs[action] for action in actions}
 
 
 def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[CallCosts, ...]:
@@ -226,12 +226,12 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
         with stay, temporarily(base, plan) as record, model.fake, fakes:
-            tried = None if action == uniform else action
-            tries = dict.fromkeys(blocks.modules, Tries(last=tried))
-            for name in tries:
-                record.functions.trials(name, tries[name])  # their hooks must be on the blocks
+            last = None if action == uniform else action
+            attempts = dict.fromkeys(blocks.modules, Attempts(last=last))
+            for name in attempts:
+                record.functions.trials(name, attempts[name])  # their hooks must be on the blocks
             put_on(blocks, record)
-            model.measured[key] = measured = _run(base, record, tries, training, device)
+            model.measured[key] = measured = _run(base, record, attempts, training, device)
             return measured
     except HfCkptError:
         raise
@@ -246,7 +246,7 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
 
 
 def _run(
-    model: nn.Module, record: Installation, tries: Mapping[str, Tries], training: Question, device: Device
+    model: nn.Module, record: Installation, attempts: Mapping[str, Attempts], training: Question, device: Device
 ) -> _Measured:
     step = micro_step(training, model)
     if training.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
@@ -260,7 +260,7 @@ def _run(
     with contextlib.ExitStack() as cleanup:
         boundaries = Boundaries(record.blocks, marks.mark, head=vocabulary_head(model))
         cleanup.callback(boundaries.remove)
-        record.set_trials(tries, marks.mark)  # the recomputations of this step run under the action
+        record.set_trials(attempts, marks.mark)  # the recomputations of this step run under the action
         if step.forward is not None:
             cleanup.enter_context(mock.patch.object(model, "forward", step.forward))
         with meter:

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_ckpt import compat
-from hf_ckpt.costs.steps import NOTHING, Call, CallName, Freed, Part, Step, Trial
+from hf_ckpt.costs.steps import NOTHING, Call, CallName, Freed, Needs, Part, Step
 from hf_ckpt.measure.live import Holder, LiveBytes, Reader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 from hf_ckpt.spec.actions import Action
@@ -246,20 +246,20 @@ def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
     """The call with its backward, which begins at the place `first`, and with the trials in it."""
     end = next(place for place in range(first + 1, len(levels)) if levels[place].what in ("backward", "end"))
     backward = part_of(levels, first, end)
-    trials = {}
+    needs = {}
     for place in range(first, end):
         action = levels[place].action
         # A block inside a running block has trials of its own, which belong to no call.
         if levels[place].what in ("shown", "kept") and levels[place].block == call.name[0] and action is not None:
-            trials[action] = _trial(levels, first, place, end)
-    if trials:
+            needs[action] = _needs(levels, first, place, end)
+    if needs:
         # The peaks of the trials are no part of the backward, but what runs before the first and after the last is. The
         # bytes alive at the end are right, since trials are freed. A backward after `kept` is not that of `full`: only
         # the trials of such a step are used.
         peak = max(levels[first + 1].peak_bytes, levels[end].peak_bytes)
         backward = dataclasses.replace(backward, peak=peak - levels[first].bytes)
     whole_bytes = _whole_bytes([*(level for level in levels[first:end] if level.block == call.name[0]), levels[end]])
-    return dataclasses.replace(call, backward=backward, trials=trials, whole_bytes=whole_bytes)
+    return dataclasses.replace(call, backward=backward, needs=needs, whole_bytes=whole_bytes)
 
 
 def _whole_bytes(levels: Sequence[Level]) -> int:
@@ -277,7 +277,7 @@ def _whole_bytes(levels: Sequence[Level]) -> int:
     return dropped_bytes + len(places) * tile_bytes
 
 
-def _trial(levels: Sequence[Level], first: int, last: int, end: int) -> Trial:
+def _needs(levels: Sequence[Level], first: int, last: int, end: int) -> Needs:
     """What a trial has shown, whose marks are the four up to the place `last`: see `engines.trials`.
 
     Args:
@@ -291,7 +291,7 @@ def _trial(levels: Sequence[Level], first: int, last: int, end: int) -> Trial:
     arrival = trial.bytes - levels[first].bytes
     rest = part_of(levels, last, end)
     backward_peak = rest.peak + arrival if ended.what == "kept" else None
-    return Trial(
+    return Needs(
         forward_peak=tried.peak_bytes - trial.bytes,
         kept=kept,
         kept_casts=ended.bytes - trial.bytes - kept,

@@ -96,7 +96,9 @@ def uninstall(model: nn.Module | None = None) -> None:
         detach(model)
 
 
-def trial(model: nn.Module, spec: SpecLike | Plan = None) -> contextlib.AbstractContextManager[Installation]:
+def installed_temporarily(
+    model: nn.Module, spec: SpecLike | Plan = None
+) -> contextlib.AbstractContextManager[Installation]:
     """Make a context that enables a plan on a model, and restores the model, its counts and its session at the end.
 
     Args:

@@ -24,8 +24,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_ckpt.costs.costs import Costs, costs_of_step
-from hf_ckpt.costs.steps import Call, CallName, Step, Trial, step_between, trial_between
-from hf_ckpt.engines.trials import Tries
+from hf_ckpt.costs.steps import Call, CallName, Needs, Step, needs_between, step_between
+from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action
 from hf_ckpt.training.conditions import NEAR, Batch
@@ -92,7 +92,7 @@ class Measurements:
         """Name -> block."""
         self.references: dict[Batch, Step] = {}
         """Steps in which all blocks had the action that keeps least."""
-        self.tried: dict[Batch, Step] = {}
+        self.with_backwards: dict[Batch, Step] = {}
         """Steps that have tried backwards under other actions. Only their trials count."""
         self._by_length = all(action.tile is None and action != COMPILED for action in self.actions)
         """Whether bytes follow from other lengths: not if blocks must run under an action, which is one more step, nor
@@ -122,7 +122,7 @@ class Measurements:
 
     def learn_backwards(self, batch: Batch, step: Step) -> None:
         """Store what the backwards of a step have shown."""
-        self.tried[batch] = self._completed(batch, step)
+        self.with_backwards[batch] = self._completed(batch, step)
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store what blocks needed that had these actions in their forward: for the `nearest` batch, whose step is the
@@ -162,7 +162,7 @@ class Measurements:
     def forget_steps(self) -> None:
         """Forget all measured steps, but not the times: more is alive beside them from now on."""
         self.references.clear()
-        self.tried.clear()
+        self.with_backwards.clear()
 
     def _completed(self, batch: Batch, step: Step) -> Step:
         """The step with the blocks that it skipped."""
@@ -216,23 +216,25 @@ class Measurements:
         grows less.
         """
         steps = self._beside(batch, self.references)
-        tried = self._beside(batch, self.tried)
+        with_backwards = self._beside(batch, self.with_backwards)
         if not steps:
             nearest = self.nearest(batch)
             assert nearest is not None
             factor = 1.0 if nearest.covers(batch) else batch.growth(nearest)
             steps = {length / factor: step for length, step in self._beside(nearest, self.references).items()}
-            tried = {length / factor: step for length, step in self._beside(nearest, self.tried).items()}
+            with_backwards = {
+                length / factor: step for length, step in self._beside(nearest, self.with_backwards).items()
+            }
         calls = []
         step = step_between(steps)
         for call in step.calls:
-            trials = collections.defaultdict[Action, dict[float, Trial]](dict)
-            for length, other in (*steps.items(), *tried.items()):
+            needs = collections.defaultdict[Action, dict[float, Needs]](dict)
+            for length, other in (*steps.items(), *with_backwards.items()):
                 same_call = other[call.name]
-                for action, trial in () if same_call is None else same_call.trials.items():
-                    trials[action][length] = trial
-            shown = {action: trial_between(of_action) for action, of_action in trials.items()}
-            calls.append(dataclasses.replace(call, trials=shown))
+                for action, need in () if same_call is None else same_call.needs.items():
+                    needs[action][length] = need
+            shown = {action: needs_between(of_action) for action, of_action in needs.items()}
+            calls.append(dataclasses.replace(call, needs=shown))
         return dataclasses.replace(step, calls=tuple(calls))
 
     def _beside(self, batch: Batch, steps: Mapping[Batch, Step]) -> dict[float, Step]:
@@ -262,7 +264,7 @@ class Measurements:
 
     def lacks_backwards(self, batch: Batch) -> bool:
         """Whether backwards must be tried at the length of the batch, whose forwards are known."""
-        return bool(self._beside(batch, self.references)) and _tells_more(self._beside(batch, self.tried))
+        return bool(self._beside(batch, self.references)) and _tells_more(self._beside(batch, self.with_backwards))
 
     def follows(self, batch: Batch) -> bool:
         """Whether the step of a batch follows from enough others, as exactly as if it had been measured."""
@@ -275,7 +277,7 @@ class Measurements:
 
     # --- what to measure next ---
 
-    def forwards_to_try(self, batch: Batch) -> dict[str, Tries]:
+    def forwards_to_try(self, batch: Batch) -> dict[str, Attempts]:
         """Return trials of the forward under every action, for the first step of a batch. Feed-forwards in tiles may
         need too little for trials to have room: then there are none, and recomputations show how much these need.
 
@@ -283,23 +285,23 @@ class Measurements:
         first trainable parameter is not recomputed. If steps skip blocks, each tries all: any of them may be skipped.
         """
         if self.least.tile is not None:
-            return {block: Tries() for block in self.blocks if block not in self.fixed}
+            return {block: Attempts() for block in self.blocks if block not in self.fixed}
         groups = collections.defaultdict[int, list[str]](list)
         for block in reversed(self.blocks):
             if block not in self.fixed:
                 # Not by kind, which is known only when the first step has run.
                 groups[self._number_of_modules(block, batch)].append(block)
-        tries: dict[str, Tries] = {}
+        attempts: dict[str, Attempts] = {}
         for blocks in groups.values():
             if self.skips:
-                tries.update(dict.fromkeys(blocks, Tries(self._tried_actions)))
+                attempts.update(dict.fromkeys(blocks, Attempts(self._tried_actions)))
                 continue
             for place, action in enumerate(self._tried_actions):
                 block = blocks[place % len(blocks)]
-                tries[block] = Tries((*tries.get(block, Tries()).shown, action))
-        return tries
+                attempts[block] = Attempts((*attempts.get(block, Attempts()).shown, action))
+        return attempts
 
-    def backwards_to_try(self, batch: Batch, limit: int) -> dict[str, Tries]:
+    def backwards_to_try(self, batch: Batch, limit: int) -> dict[str, Attempts]:
         """Return trials of the backward, for the second step of a batch; and what was not shown of a kind so far. None
         for kinds that may need more than a limit, in bytes.
 
@@ -307,21 +309,21 @@ class Measurements:
         first: for the others the backward under the action that keeps least is a bound, since it holds all that a block
         keeps.
         """
-        tries: dict[str, Tries] = {}
+        attempts: dict[str, Attempts] = {}
         room = limit - self.costs(batch).peak({})
         for calls in self._calls_of_kinds(batch, self.bound(batch)).values():
             if max(call.whole_bytes for call in calls) > room:
                 continue
             blocks = list(dict.fromkeys(call.name[0] for call in reversed(calls)))
-            shown = {action for call in calls for action in call.trials}
+            shown = {action for call in calls for action in call.needs}
             missing = tuple(action for action in self._tried_actions if action not in shown)
             lasts: Iterable[Action] = reversed(self._tried_actions)
             if self.skips:  # any of them may be skipped
                 lasts = itertools.cycle(lasts)
             for block, last in zip(blocks, lasts, strict=False):
-                tries.setdefault(block, Tries(missing, last))
+                attempts.setdefault(block, Attempts(missing, last))
                 missing = ()  # the first block has shown them
-        return tries
+        return attempts
 
     @property
     def _tried_actions(self) -> tuple[Action, ...]:
@@ -345,7 +347,7 @@ class Measurements:
             for calls in self._calls_of_kinds(batch, step).values():
                 last = calls[-1]
                 assert last.backward is not None
-                if last.backward.peak <= room and not any(action in call.trials for call in calls):
+                if last.backward.peak <= room and not any(action in call.needs for call in calls):
                     chosen[last.name[0]] = action
                     room -= last.backward.peak
             if chosen:
@@ -360,11 +362,11 @@ class Measurements:
         which take longer, are not those of one action.
         """
         step = self.bound(batch)
-        trials = self._trials_of_kinds(batch, step)
+        needs = self._needs_of_kinds(batch, step)
         costs = self.costs(batch)
         chosen: dict[str, Action] = {}
         for kind, calls in self._calls_of_kinds(batch, step).items():
-            actions = [self.least, *(action for action in self.actions[:-1] if (kind, action) in trials)]
+            actions = [self.least, *(action for action in self.actions[:-1] if (kind, action) in needs)]
             # In another order in each timed step: see `TIMED_STEPS`.
             turns = itertools.islice(itertools.cycle(actions), self.timed, None)
             blocks = dict.fromkeys(call.name[0] for call in calls)
@@ -392,15 +394,15 @@ class Measurements:
         """
         allowed = self.actions if actions is None else actions
         step = self._timed(batch, self.bound(batch))
-        shown = self._trials_of_kinds(batch, step)
+        shown = self._needs_of_kinds(batch, step)
         with_backward = set(self.blocks_with_backward(step))
-        trials = {}
+        needs = {}
         for call in step.calls:
             kind = self.kinds[batch.state][call.name]
             of_kind = {action: shown[kind, action] for action in allowed if (kind, action) in shown}
             has_backward = call.name[0] in with_backward
-            trials[call.name] = self._choices(call, of_kind, self.least in allowed, has_backward)
-        costs = costs_of_step(step, [self.blocks[name] for name, _ in step.names], trials, self.actions)
+            needs[call.name] = self._choices(call, of_kind, self.least in allowed, has_backward)
+        costs = costs_of_step(step, [self.blocks[name] for name, _ in step.names], needs, self.actions)
         return dataclasses.replace(
             costs,
             least=self.least,
@@ -429,8 +431,8 @@ class Measurements:
         return max(1, batch.elements) / self._timed_elements if self._timed_elements else 1.0
 
     def _choices(
-        self, call: Call, shown: dict[Action, Trial], may_keep_least: bool, has_backward: bool
-    ) -> dict[Action, Trial]:
+        self, call: Call, shown: dict[Action, Needs], may_keep_least: bool, has_backward: bool
+    ) -> dict[Action, Needs]:
         """What a call needs under every action that it may have, of those that trials have shown and the least.
         `has_backward` tells whether any call of its block has one, since all of them get the same action."""
         block = call.name[0]
@@ -442,42 +444,42 @@ class Measurements:
             return {**shown, self.least: call.as_it_ran()}
         return shown
 
-    def _trials_of_kinds(self, batch: Batch, step: Step) -> dict[Pair, Trial]:
+    def _needs_of_kinds(self, batch: Batch, step: Step) -> dict[Pair, Needs]:
         """What calls of each kind need under every action that trials have shown.
 
         A kind on which an action was not tried has what kinds of equal modules need; so has one of which no backward
         was tried, for that.
         """
-        of_kinds = collections.defaultdict[Pair, list[Trial]](list)
-        of_modules = collections.defaultdict[tuple[int, Action], list[Trial]](list)
+        of_kinds = collections.defaultdict[Pair, list[Needs]](list)
+        of_modules = collections.defaultdict[tuple[int, Action], list[Needs]](list)
         for kind, calls in self._calls_of_kinds(batch, step).items():
             for call in calls:
-                for action, trial in self._trials_of(call).items():
-                    of_kinds[kind, action].append(trial)
-                    of_modules[kind.modules, action].append(trial)
+                for action, need in self._needs_of(call).items():
+                    of_kinds[kind, action].append(need)
+                    of_modules[kind.modules, action].append(need)
         shares = self._shares_of_time()
-        shown: dict[Pair, Trial] = {}
+        shown: dict[Pair, Needs] = {}
         for kind, action in itertools.product(set(self.kinds[batch.state].values()), self.actions):
             if (kind.modules, action) in of_modules:
                 of_equal = max(of_modules[kind.modules, action], key=_certainty)
-                trial = max(of_kinds.get((kind, action), [of_equal]), key=_certainty)
-                if trial.backward_peak is None:
-                    trial = dataclasses.replace(trial, backward_peak=of_equal.backward_peak)
+                need = max(of_kinds.get((kind, action), [of_equal]), key=_certainty)
+                if need.backward_peak is None:
+                    need = dataclasses.replace(need, backward_peak=of_equal.backward_peak)
                 # Forwards have the same time under every action. Only sums matter to a plan, so the backward has the
                 # difference.
                 least = self._times_of(kind, self.least).scaled(self._growth(batch))
                 backward = round(shares.get((kind, action), 1.0) * sum(least)) - least.forward
-                shown[kind, action] = dataclasses.replace(trial, backward_nanoseconds=max(0, backward))
+                shown[kind, action] = dataclasses.replace(need, backward_nanoseconds=max(0, backward))
         return shown
 
-    def _trials_of(self, call: Call) -> dict[Action, Trial]:
+    def _needs_of(self, call: Call) -> dict[Action, Needs]:
         """What a call has shown of every action, also of those whose recomputation is like another one."""
-        trials = dict(call.trials)
+        needs = dict(call.needs)
         for action, inner in RECOMPUTED.items():
-            trial = call.trials.get(inner)
-            if trial is not None and trial.backward_peak is not None and action in self.actions[:-1]:
-                trials[action] = call.recomputed(trial)
-        return trials
+            need = call.needs.get(inner)
+            if need is not None and need.backward_peak is not None and action in self.actions[:-1]:
+                needs[action] = call.recomputed(need)
+        return needs
 
     def _times_of(self, kind: Kind, action: Action) -> Times:
         """The median time of a call of this kind; 0 if none was timed."""
@@ -518,7 +520,7 @@ def _median(times: Collection[Times]) -> Times:
     return Times(*(statistics.median_low(column) for column in zip(*times, strict=True)))
 
 
-def _certainty(trial: Trial) -> tuple[bool, int]:
+def _certainty(need: Needs) -> tuple[bool, int]:
     """The order of trials of the same thing: one of the backward is surer than one of the forward only; of others, the
     one that keeps most is safe."""
-    return trial.backward_peak is not None, trial.kept
+    return need.backward_peak is not None, need.kept

@@ -33,7 +33,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import Costs, step_nanoseconds
-from hf_ckpt.engines.trials import Tries
+from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.levels import DeviceClock
 from hf_ckpt.planner.planner import Selection
@@ -61,7 +61,7 @@ class Agreed:
 
     phase: Phase
     actions: Actions = dataclasses.field(default_factory=dict)
-    tries: Mapping[str, Tries] = dataclasses.field(default_factory=dict)
+    attempts: Mapping[str, Attempts] = dataclasses.field(default_factory=dict)
 
 
 class Judged(NamedTuple):
@@ -159,7 +159,9 @@ class RanksSession(Session):
         if planned is None or agreed.phase is not Phase.PLAN:
             phase = Phase.PAUSED if agreed.phase is Phase.PLAN else agreed.phase  # the next agreement plans again
             plan = self._plan_with(agreed.actions)
-            return Planned(batch, self._limit_bytes, plan, phase=phase, tries=agreed.tries, actions=agreed.actions)
+            return Planned(
+                batch, self._limit_bytes, plan, phase=phase, attempts=agreed.attempts, actions=agreed.actions
+            )
         is_new = planned.measured_bytes is None and batch == planned.batch
         is_checked = (is_new or self._peaks.is_due) and self._failures < MOST_FAILURES
         return dataclasses.replace(planned, phase=Phase.CHECK if is_checked else Phase.PLAN)
@@ -279,7 +281,7 @@ class RanksSession(Session):
             # that backward has gathered before. Their peak under `full` is a bound.
             if self._measurements.lacks_forwards(batch) and self._trials[batch] < MOST_TRIALS:
                 self._trials[batch] += 1
-                return Agreed(Phase.MEASURE, tries=self._measurements.forwards_to_try(batch))
+                return Agreed(Phase.MEASURE, attempts=self._measurements.forwards_to_try(batch))
         if not self._can_time or self._measurements.timed >= TIMED_STEPS:
             return None
         timed = self._measurements.actions_to_time(batches[0], self._least_limit(batches[0]))

@@ -57,7 +57,7 @@ from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.region import Region
-from hf_ckpt.engines.trials import Tries
+from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell
@@ -98,7 +98,7 @@ class Planned:
     """Whether no plan fits; then this is the one with the lowest peak."""
     phase: Phase = Phase.PLAN
     """What this step is for."""
-    tries: Mapping[str, Tries] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    attempts: Mapping[str, Attempts] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """What recomputations in this step try."""
     actions: Mapping[str, Action] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """Blocks that have another action than the one that keeps least, to be measured."""
@@ -117,7 +117,7 @@ class Planned:
     @property
     def shows_forwards(self) -> bool:
         """Whether this is the first measured step of a batch. All others are compared with it."""
-        shows_backwards = any(tries.last for tries in self.tries.values())
+        shows_backwards = any(attempts.last for attempts in self.attempts.values())
         return self.phase is Phase.MEASURE and not self.actions and not shows_backwards
 
 
@@ -318,9 +318,9 @@ class Session:
         if start_bytes is not None:
             self._measurements.learn_start(batch, start_bytes)
         planned = self._next(batch)
-        for name, tries in planned.tries.items():
+        for name, attempts in planned.attempts.items():
             # Makes the functions that recomputations will try, so that `exchange` puts their hooks on the blocks.
-            record.functions.trials(name, tries)
+            record.functions.trials(name, attempts)
         self.planned = planned
         exchange(base, record, planned.plan)
         self._idle.clear()
@@ -478,19 +478,19 @@ class Session:
         """
         measurements = self._measurements
         in_forward = self._least == COMPILED
-        tries: Mapping[str, Tries] = {}
+        attempts: Mapping[str, Attempts] = {}
         actions = NO_ACTIONS
         is_first = measurements.lacks_forwards(batch)
         if is_first:
-            tries = {} if in_forward else measurements.forwards_to_try(batch)
+            attempts = {} if in_forward else measurements.forwards_to_try(batch)
         elif measurements.lacks_backwards(batch) and not in_forward:
-            tries = measurements.backwards_to_try(batch, self._least_limit(batch))
+            attempts = measurements.backwards_to_try(batch, self._least_limit(batch))
         elif in_forward:
             actions = measurements.actions_to_run(batch, self._least_limit(batch))
         # A first step is measured even if it tries nothing: all other steps are compared with it.
-        progress = dataclasses.replace(progress, has_bytes=not (is_first or tries or actions))
+        progress = dataclasses.replace(progress, has_bytes=not (is_first or attempts or actions))
         if phase_of(progress) is Phase.MEASURE:
-            return dataclasses.replace(self._keeping_least(batch, Phase.MEASURE, actions), tries=tries)
+            return dataclasses.replace(self._keeping_least(batch, Phase.MEASURE, actions), attempts=attempts)
         return None
 
     def _to_time_or_plan(self, batch: Batch, progress: Progress) -> Planned:
@@ -599,7 +599,7 @@ class Session:
             optimizers = compat.optimizers.of_model(base)
             levels = Levels(reader_for(self._devices, base, {"batch": (args, kwargs)}, *optimizers))
         self.recorder = Recorder(record, base, modules, levels)
-        record.set_trials(planned.tries, self.recorder.boundaries.mark)
+        record.set_trials(planned.attempts, self.recorder.boundaries.mark)
         self.measured_steps += 1
 
     def _drop(self) -> None:
@@ -664,7 +664,7 @@ class Session:
         assert self.planned is not None
         measurements = self._measurements
         plan = self._plan_with(dict.fromkeys(measurements.blocks.keys() - measurements.fixed.keys(), self._actions[0]))
-        planned = dataclasses.replace(self.planned, plan=plan, phase=Phase.PLAN, tries={}, measured_bytes=0)
+        planned = dataclasses.replace(self.planned, plan=plan, phase=Phase.PLAN, attempts={}, measured_bytes=0)
         if not self.plans:
             text = "hf_ckpt: %s: no block saves anything for the backward of %s, so that all have `%s`"
             tell(text, self._name, planned.batch, self._actions[0])

@@ -23,7 +23,7 @@ from hf_ckpt.spec.actions import ACTIONS, KEEP
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import SpecLike
-from hf_ckpt.training.install import trial
+from hf_ckpt.training.install import installed_temporarily
 from hf_ckpt.units import counted
 
 ROUNDING = 1e-5
@@ -102,7 +102,7 @@ def verify(
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
     try:
-        with trial(model, spec) as record:
+        with installed_temporarily(model, spec) as record:
             if record.spec.is_planned:
                 raise HfCkptError(
                     f"`{record.spec.policy}` has no plan before a run. Install it and train some steps; then verify "
@@ -111,7 +111,7 @@ def verify(
             compiled = {name for name, action in record.plan.active().items() if ACTIONS[action.kind].compiles}
             # Kernels that inductor fuses round in another way than eager ones, so compiled blocks are compared with
             # compiled ones.
-            with trial(model, _with_share_1(record.plan)) if compiled else paused(model):
+            with installed_temporarily(model, _with_share_1(record.plan)) if compiled else paused(model):
                 plain = _step(model, batch, loss_fn)
             before.restore()
             planned = _step(model, batch, loss_fn)

@@ -16,7 +16,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
-from hf_ckpt.training.install import trial
+from hf_ckpt.training.install import installed_temporarily
 
 pytestmark = pytest.mark.compat
 BATCH = tiny_batch("llama")
@@ -134,11 +134,11 @@ def test_a_trial_leaves_model_and_counts_as_they_were(was):
         enable(model)
         assert active(model) == [ALL[0]]
     before = flags(model), forward_hooks(model)
-    with trial(model, {"layers": "1-2"}):
+    with installed_temporarily(model, {"layers": "1-2"}):
         assert active(model) == ALL[1:3]
-    with trial(model):
+    with installed_temporarily(model):
         assert active(model) == (ALL if was == "absent" else [ALL[0]])
-    with pytest.raises(SpecError), trial(model, {"layers": "99"}):
+    with pytest.raises(SpecError), installed_temporarily(model, {"layers": "99"}):
         pytest.fail("a refused spec is tried")
     assert (flags(model), forward_hooks(model)) == before
     if was == "absent":
@@ -157,7 +157,7 @@ def test_a_trial_of_a_model_gives_the_one_inside_its_plan_back(was):
     model.zero_grad()
     before = snapshot(model), hf_ckpt.describe(model.model)
     assert hf_ckpt.verify(model, BATCH, "selective")
-    with pytest.raises(SpecError), trial(model, {"layers": "99"}):
+    with pytest.raises(SpecError), installed_temporarily(model, {"layers": "99"}):
         pytest.fail("a refused spec is tried")
     assert installation(model) is None
     assert hf_ckpt.describe(model.model) == before[1]

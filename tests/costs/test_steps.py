@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_ckpt.costs.costs import step_nanoseconds, timeline
-from hf_ckpt.costs.steps import Call, Part, Trial, trial_between
-from hf_ckpt.engines.trials import Tries
+from hf_ckpt.costs.steps import Call, Needs, Part, needs_between
+from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.measure.levels import Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.planner.planner import Planner
@@ -41,7 +41,7 @@ class Machine:
     loss: int = 25  # bytes that the head's backward needs
     frozen: int = 0  # the number of first blocks without a graph, at most all but three
 
-    def levels(self, plan, tries=()):
+    def levels(self, plan, attempts=()):
         """The memory levels at the boundaries of a step; `plan` has an action for each block.
 
         `tries` has for each block the actions that its recomputation tries, and the one whose backward it tries.
@@ -93,7 +93,7 @@ class Machine:
         for number in range(len(plan) - 1, frozen - 1, -1):
             name = f"b{number}"
             mark("backward", name)
-            shown, last = tries[number] if tries else ((), None)
+            shown, last = attempts[number] if attempts else ((), None)
             before = level
             for action in shown:
                 trial(name, action, "shown")
@@ -127,9 +127,9 @@ def batch_of(tokens, resident=False):
     return Batch((Forward("decoder", (("input_ids", (2, tokens)),), False),), resident)
 
 
-def in_order(machine, tries):
+def in_order(machine, attempts):
     """What `levels` takes: for each block, actions to try."""
-    return [tries.get(f"b{number}", Tries()) for number in range(machine.blocks)]
+    return [attempts.get(f"b{number}", Attempts()) for number in range(machine.blocks)]
 
 
 def measured(machine, batch, known=None):
@@ -137,8 +137,8 @@ def measured(machine, batch, known=None):
     known = known or blocks_of(machine)
     full = [FULL] * machine.blocks
     known.learn_forwards(batch, step_of(machine.levels(full, in_order(machine, known.forwards_to_try(batch)))))
-    tries = known.backwards_to_try(batch, limit=1 << 40)
-    known.learn_backwards(batch, step_of(machine.levels(full, in_order(machine, tries))))
+    attempts = known.backwards_to_try(batch, limit=1 << 40)
+    known.learn_backwards(batch, step_of(machine.levels(full, in_order(machine, attempts))))
     return known
 
 
@@ -184,14 +184,14 @@ def test_steps_that_skip_blocks_tell_what_one_that_skips_none_needs(machine, cal
     stages = (known.learn_forwards, known.forwards_to_try), (known.learn_backwards, backwards_to_try)
     for blocks, (learn, to_try) in zip(called, stages, strict=True):
         names = {f"b{place}": f"b{number}" for place, number in enumerate(sorted(blocks))}
-        tries = to_try(batch)
+        attempts = to_try(batch)
         fewer = dataclasses.replace(machine, blocks=len(blocks))
-        levels = fewer.levels([FULL] * len(blocks), [tries.get(name, Tries()) for name in names.values()])
+        levels = fewer.levels([FULL] * len(blocks), [attempts.get(name, Attempts()) for name in names.values()])
         learn(batch, step_of([dataclasses.replace(level, block=names.get(level.block, "")) for level in levels]))
     real = step_of(machine.levels([FULL, action, FULL, action, FULL, FULL])).peak_bytes
     peak_bytes = known.costs(batch).peak({"b1": action, "b3": action})
     assert peak_bytes >= max(real, machine.start)
-    if {KEEP, SELECTIVE} <= {action for call in known.tried[batch].calls for action in call.trials}:
+    if {KEEP, SELECTIVE} <= {action for call in known.with_backwards[batch].calls for action in call.needs}:
         assert peak_bytes == max(real, machine.start)
 
 
@@ -211,11 +211,11 @@ def test_steps_that_tell_nothing():
 def test_what_a_recomputation_under_an_action_needs():
     """Its forward, or what that keeps and its backward."""
     call = Call(("b0", 0), True, Part(5), Part(), Part(100, 0, 9))
-    trial = Trial(forward_peak=30, kept=20, kept_casts=4, arrival=3, forward_nanoseconds=2, backward_nanoseconds=7)
-    assert call.as_it_ran() == Trial(5, 0, 0, 100, backward_nanoseconds=9)
+    trial = Needs(forward_peak=30, kept=20, kept_casts=4, arrival=3, forward_nanoseconds=2, backward_nanoseconds=7)
+    assert call.as_it_ran() == Needs(5, 0, 0, 100, backward_nanoseconds=9)
     for backward_peak, peak in ((60, 84), (2, 33)):
         tried = dataclasses.replace(trial, backward_peak=backward_peak)
-        assert call.recomputed(tried) == Trial(5, 0, 0, peak, backward_nanoseconds=9)
+        assert call.recomputed(tried) == Needs(5, 0, 0, peak, backward_nanoseconds=9)
 
 
 def test_a_smaller_batch_tells_what_a_larger_one_needs():
@@ -242,13 +242,13 @@ def test_bytes_at_a_length_follow_from_three_others(length):
 
     def trial(length, backward=True):
         scores = round(40_000 * length**2)
-        return Trial(9000 + scores, round(7000 * length), 50, scores + 30 if backward else None, round(1000 * length))
+        return Needs(9000 + scores, round(7000 * length), 50, scores + 30 if backward else None, round(1000 * length))
 
     known = {other / length: trial(other) for other in (0.6, 0.8, 1.0)}
-    assert trial_between(known) == trial(length)
-    assert trial_between({**known, 0.9 / length: trial(0.9, backward=False)}) == trial(length)
+    assert needs_between(known) == trial(length)
+    assert needs_between({**known, 0.9 / length: trial(0.9, backward=False)}) == trial(length)
     for other in (0.6, 1.2):
-        bound = trial_between({other / length: trial(other)})
+        bound = needs_between({other / length: trial(other)})
         assert bound.kept >= trial(length).kept
         assert bound.backward_peak >= trial(length).backward_peak
 

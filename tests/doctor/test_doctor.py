@@ -10,9 +10,9 @@ import yaml
 from helpers.tables import keyed, table
 
 from hf_ckpt.cli.main import main, make_parser
+from hf_ckpt.doctor.files import fields_of, read_files
 from hf_ckpt.doctor.owners import OWNERS
 from hf_ckpt.doctor.rules import RULES, code_of, diagnose
-from hf_ckpt.doctor.trainings import fields_of, read_training
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.question import Question, question
 
@@ -33,7 +33,7 @@ def reading(tmp_path):
         for content in (train, launch) if launch else (train,):
             paths.append(tmp_path / f"{len(paths)}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
-        return read_training(paths, config)
+        return read_files(paths, config)
 
     return read
 
@@ -140,8 +140,8 @@ def test_shipped_configs_have_no_fault_and_the_command_asks_what_they_say(launch
         arguments = vars(make_parser().parse_args([*words[1:-1], "t4"]))
         names = ("model", "ranks", "parallel", "autocast", "dtype")
         given = {name: arguments[name] for name in names if name in arguments}
-        alone = fields_of(read_training([recipe]), given)
-        assert alone == fields_of(read_training([recipe, launch]), {"model": "mini-llama"})
+        alone = fields_of(read_files([recipe]), given)
+        assert alone == fields_of(read_files([recipe, launch]), {"model": "mini-llama"})
         assert (alone.get("parallel") == "fsdp2") == ("fsdp2" in launch)
         assert alone["ranks"] == (1 if "single" in launch else 8)
 

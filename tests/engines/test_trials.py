@@ -14,7 +14,7 @@ from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.enable import put_on
 from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.trials import Tries
+from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
@@ -90,7 +90,7 @@ def measured(name, actions, shown=(), last=None, segments=None):
         levels = Levels(live)
         boundaries = Boundaries(parts.modules, levels.mark)
         if shown or last:
-            record.set_trials({tried: Tries(tuple(shown), last)}, levels.mark)
+            record.set_trials({tried: Attempts(tuple(shown), last)}, levels.mark)
         with live:
             boundaries.begin()
             levels.mark("begin")
@@ -114,13 +114,13 @@ def test_a_recomputation_shows_what_a_block_needs_under_an_action(name, action):
     call, got, again = measured(name, FULL, OTHERS[action], action)
     assert_same(gradients(model), got)
     assert set(again.values()) == {1}
-    tried = call.trials[action]
+    tried = call.needs[action]
     assert tried.kept == pytest.approx(real.forward.net - full.forward.net, abs=FEW)
     assert tried.forward_peak == pytest.approx(real.forward.peak, abs=FEW)
     assert tried.backward_peak == pytest.approx(real.backward.peak, rel=0.02, abs=FEW)
     for other in OTHERS[action]:
-        shown = call.trials[other]
-        alone = measured(name, FULL, OTHERS[other], other)[0].trials[other]
+        shown = call.needs[other]
+        alone = measured(name, FULL, OTHERS[other], other)[0].needs[other]
         for what in ("kept", "kept_casts", "forward_peak"):
             assert getattr(shown, what) == pytest.approx(getattr(alone, what), abs=FEW)
         assert shown.backward_peak is None
@@ -133,7 +133,7 @@ def test_trials_show_the_same_in_a_block_whose_input_is_made_again(name, runs):
     call, got, again = measured(name, FULL, (KEEP,), SELECTIVE, segments=1)
     assert_same(expected, got)
     assert list(again.values()) == runs
-    assert call.trials == alone.trials
+    assert call.needs == alone.needs
     assert call.backward.peak == alone.backward.peak
 
 
@@ -150,6 +150,6 @@ def test_a_trial_finds_what_a_plain_run_would_free(name, saved, freed):
     call, _, _ = measured(name, FULL, OTHERS[action], action)
     model, batch, _ = prepared(**MODELS[name])
     size = batch["input_ids"].numel() * 64 * model.dtype.itemsize
-    parts = call.trials[action].freed
+    parts = call.needs[action].freed
     assert (parts.hidden, parts.rebuilt) == (size * (freed == "hidden"), size * (freed == "rebuilt"))
     assert (parts.shared > 1000) == (freed == "shared")

@@ -23,7 +23,7 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import forecast as forecast_module
 from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster, largest_within
-from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
+from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.forecast.result import Row, notes_on_allocator, print_forecast
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -220,7 +220,7 @@ def test_what_the_figures_leave_out_is_said():
     assert f"a KV cache of 1024 tokens takes at most {format_bytes(cache)};" in notes[0]
     for way, times in (("ddp", 2), ("fsdp2", 3)):  # gradients twice; weights twice, and gradients
         found = hf_ckpt.predict(**asked, ranks=4, parallel=way, autocast="none", tokens=64)
-        weights = model_of_workload(Question("mini-llama"))
+        weights = shallow_model(Question("mini-llama"))
         said = f"each rank sends about {format_bytes(0.75 * times * nbytes(weights.tensors))} a step"
         assert any(note.startswith(said) for note in found.notes)
 

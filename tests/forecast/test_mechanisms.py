@@ -10,7 +10,7 @@ import yaml
 
 import hf_ckpt
 from hf_ckpt.forecast.forecast import Forecaster
-from hf_ckpt.forecast.model import model_of_workload
+from hf_ckpt.forecast.model import shallow_model
 from hf_ckpt.forecast.question import Question, question
 from hf_ckpt.models.tiny import tiny_model
 
@@ -43,7 +43,7 @@ def test_the_reference_of_dpo_has_a_copy_in_the_type_of_autocast():
 
 @pytest.mark.parametrize(("trainer", "dtype"), [(None, torch.float32), ("sft", torch.bfloat16)])
 def test_trl_casts_the_adapters_of_a_quantised_base(trainer, dtype):
-    model = model_of_workload(Question("llama", lora=4, load_in_4bit=True, trainer=trainer), CONFIG)
+    model = shallow_model(Question("llama", lora=4, load_in_4bit=True, trainer=trainer), CONFIG)
     trained = [parameter for parameter in model.base.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in trained} == {dtype}
     assert {tensor.element_bytes for tensor in model.tensors if tensor.trainable} == {dtype.itemsize}
@@ -51,7 +51,7 @@ def test_trl_casts_the_adapters_of_a_quantised_base(trainer, dtype):
 
 @pytest.mark.parametrize(("trainer", "shares"), [("sft", {0.5}), ("dpo", set())])
 def test_dpo_turns_off_the_dropout_of_adapters(trainer, shares):
-    model = model_of_workload(Question("llama", lora=4, lora_dropout=0.5, trainer=trainer), CONFIG)
+    model = shallow_model(Question("llama", lora=4, lora_dropout=0.5, trainer=trainer), CONFIG)
     dropouts = [module for module in model.base.modules() if isinstance(module, torch.nn.Dropout)]
     assert {module.p for module in dropouts if module.p} == shares
 
@@ -60,7 +60,7 @@ def test_no_block_is_skipped_at_random():
     """Each block is measured in a single step, so all of them must run."""
     small = {"hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 4, "vocab_size": 64, "word_embed_proj_dim": 32}
     config = transformers.OPTConfig(**small, num_hidden_layers=4, layerdrop=0.9, architectures=["OPTForCausalLM"])
-    model = model_of_workload(Question("opt"), config)
+    model = shallow_model(Question("opt"), config)
     shares = {module.layerdrop for module in model.base.modules() if hasattr(module, "layerdrop")}
     assert shares == {0.0}
     assert config.layerdrop == 0.9

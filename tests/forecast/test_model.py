@@ -21,7 +21,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast import run
 from hf_ckpt.forecast.batches import mean_square, micro_step
 from hf_ckpt.forecast.devices import device_named
-from hf_ckpt.forecast.model import load_config, model_of_workload, nbytes
+from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
@@ -43,7 +43,7 @@ def depths_of(model):
 def test_presets_have_their_known_sizes_and_need_no_memory(name):
     millions, depths = ROWS["presets"][name]
     with LiveBytes(device="cpu") as live:
-        model = model_of_workload(Question(name))
+        model = shallow_model(Question(name))
     assert live.peak_bytes <= 2**20
     elements = sum(math.prod(shape) for shape, *_ in model.tensors)
     assert [type(model.base).__name__] == load_config(name).architectures
@@ -88,8 +88,8 @@ def test_every_task_gets_its_batch_and_runs(family, architecture, shapes):
     config = tiny_model(family, layers=3).config
     config.architectures = [architecture]
     sizes = {"tokens": 16, "target_tokens": 5}
-    workload = Question(config.model_type, 3, **sizes)
-    batch = micro_step(workload, model_of_workload(workload, config).base)
+    training = Question(config.model_type, 3, **sizes)
+    batch = micro_step(training, shallow_model(training, config).base)
     expected = {"input_ids": [3, 16], "attention_mask": [3, 16], **shapes}
     assert {name: [*value.shape] for name, value in batch.batch.items()} == expected
     assert (batch.loss is mean_square) == ("labels" not in expected)
@@ -143,7 +143,7 @@ def test_multiple_choice_and_speech_need_what_is_predicted(architecture):
 
 def kinds_of(model):
     """For each block of the real model, which block of the shallow one stands for it."""
-    likes = model_of_workload(Question("tiny", architecture=type(model).__name__), model.config).likes
+    likes = shallow_model(Question("tiny", architecture=type(model).__name__), model.config).likes
     names = [*likes.values()]
     return [names.index(name) for name in names]
 
@@ -165,7 +165,7 @@ def test_actions_that_one_block_of_each_kind_tries_cost_what_all_blocks_show(nam
     training = Question(model=name, tokens=32, lora=4, autocast="bfloat16", dtype="float32", device="a10")
 
     def costs():
-        return run.costs_of_model(model_of_workload(training), training, device_named("a10"))
+        return run.costs_of_model(shallow_model(training), training, device_named("a10"))
 
     few = costs()
     shown_by = run._shown_by
@@ -278,7 +278,7 @@ def test_a_depth_that_the_config_computes_is_not_set():
     """ProphetNet's `num_hidden_layers` is a property that refuses to be set; the depths of its stacks are keys."""
     small = {"hidden_size": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
     config = transformers.ProphetNetConfig(num_encoder_layers=6, num_decoder_layers=7, **small)
-    model = model_of_workload(Question("prophetnet", architecture="ProphetNetForConditionalGeneration"), config)
+    model = shallow_model(Question("prophetnet", architecture="ProphetNetForConditionalGeneration"), config)
     assert depths_of(model) == [6, 7]
     encoder, decoder = (runner.config for runner in find_blocks(model.base).runners.values())
     assert (encoder.num_encoder_layers, decoder.num_decoder_layers) == (4, 4)

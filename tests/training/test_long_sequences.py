@@ -151,10 +151,10 @@ def test_trials_need_no_more_than_the_bound_by_which_they_are_tried(name):
         model.zero_grad(set_to_none=True)
     measurements = installation(model).session._measurements
     (step,) = measurements.references.values()
-    (tried,) = measurements.tried.values()
+    (tried,) = measurements.with_backwards.values()
     seen = 0
     for call, with_trials in zip(step.calls, tried.calls, strict=True):
-        for trial in with_trials.trials.values():
+        for trial in with_trials.needs.values():
             if trial.backward_peak is not None:
                 seen += 1
                 needed = max(trial.arrival + trial.forward_peak, trial.kept + trial.kept_casts + trial.backward_peak)

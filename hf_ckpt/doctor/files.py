@@ -32,7 +32,7 @@ _SHORT |= {"flash_attn": "flash_attention_2"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class ConfigFiles:
     """Training arguments with defaults, keys among them that the owner does not have, and other configs."""
 
     path: str = ""
@@ -121,7 +121,7 @@ def split_by(key: str) -> str:
     return SPLITS.get(key.removeprefix("distributed.").removeprefix("parallelism_config_"), "")
 
 
-def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None = None) -> Training:
+def read_files(paths: Sequence[str | Path], model: Mapping[str, Any] | None = None) -> ConfigFiles:
     """Read training arguments, accelerate's config and DeepSpeed's, which are told apart by their keys.
 
     Raises `HfCkptError` for a file that cannot be read or is the second of its kind.
@@ -137,11 +137,11 @@ def read_training(paths: Sequence[str | Path], model: Mapping[str, Any] | None =
             raise HfCkptError(f"{path!r} is the second config of its kind: give one.")
         parts |= part
         owners[path] = owner.name
-    return Training(**parts, owners=owners)
+    return ConfigFiles(**parts, owners=owners)
 
 
 def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
-    """Return whose a file is, and the parts of a `Training` in it. Raises `ValueError` or `TypeError` if it is none."""
+    """Return whose a file is, and its parts of `ConfigFiles`. Raises `ValueError` or `TypeError` if it is none."""
     written = read_values(path)
     if not isinstance(written, dict):
         raise ValueError(f"it must hold a mapping of keys, but holds {shown(written, 60)} instead")
@@ -168,38 +168,38 @@ def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
     return owner, {"path": path, "owner": owner, "values": {**values, **written}, "unknown": unknown}
 
 
-def fields_of(training: Training, options: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(files: ConfigFiles, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Question` that files set, with those that the command line sets (`options`) over them.
 
     Raises `HfCkptError` for what cannot be planned for.
     """
-    values = training.values
-    owner = training.owner
+    values = files.values
+    owner = files.owner
     fields: dict[str, Any] = {}
     for name, keys in owner.fields.items():
         key = next((key for key in keys.split() if values.get(key) not in (None, "auto")), None)
         if key is not None:
-            fields[name] = _read_value(name, values[key], f"{training.path}: {key}")
-    if not training.adapters:  # TRL's options have defaults for these, also without adapters
+            fields[name] = _read_value(name, values[key], f"{files.path}: {key}")
+    if not files.adapters:  # TRL's options have defaults for these, also without adapters
         fields |= {"lora_targets": None, "lora_dropout": None}
-    fields |= {**_types(training, fields.get("dtype")), **_shared(training)}
+    fields |= {**_types(files, fields.get("dtype")), **_shared(files)}
     for key, choices in owner.choices.items():
         chosen = owner.chosen(key, values.get(key))
         if chosen is None:
             named = ", ".join(str(choice).lower() for choice in choices)
-            raise HfCkptError(f"{training.path}: `{key}: {values[key]}` cannot be planned for, only {named}.")
+            raise HfCkptError(f"{files.path}: `{key}: {values[key]}` cannot be planned for, only {named}.")
         fields |= chosen
     if "global_batch" in options:  # chooses these two anew
         fields = {name: value for name, value in fields.items() if name not in ("batch", "accumulation")}
-    fields |= _of_splits(training, fields.get("tokens")) | _of_spec(training, fields.get("parallel")) | dict(options)
+    fields |= _of_splits(files, fields.get("tokens")) | _of_spec(files, fields.get("parallel")) | dict(options)
     fields = {name: value for name, value in fields.items() if name in FIELDS and value is not None}
     return {**fields, **_of_model(fields)} if "model" in fields else fields
 
 
-def _of_spec(training: Training, parallel: str | None) -> dict[str, Any]:
+def _of_spec(files: ConfigFiles, parallel: str | None) -> dict[str, Any]:
     """Return what a file's spec asks: how the head and feed-forwards run, a budget, or else the `spec` to compare."""
     try:
-        spec = Spec.parse(training.kwargs) if training.reads_spec and isinstance(training.kwargs, dict) else None
+        spec = Spec.parse(files.kwargs) if files.reads_spec and isinstance(files.kwargs, dict) else None
     except SpecError:  # `rules` reports it
         return {}
     if spec is None:
@@ -209,9 +209,9 @@ def _of_spec(training: Training, parallel: str | None) -> dict[str, Any]:
     return fields if spec.is_planned and not spec.rules else {**fields, "spec": spec}
 
 
-def _of_splits(training: Training, tokens: int | None) -> dict[str, Any]:
+def _of_splits(files: ConfigFiles, tokens: int | None) -> dict[str, Any]:
     """Return the `tokens` of one rank. Raises `HfCkptError` if something other than sequences is split."""
-    for key, size in training.splits.items():
+    for key, size in files.splits.items():
         if split_by(key) != "sequences":
             raise HfCkptError(f"`{key}: {size}` splits {split_by(key)} between ranks, which cannot be planned for.")
         tokens = None if tokens is None else -(-tokens // size)  # sequences are padded to a multiple
@@ -237,38 +237,38 @@ def _read_value(name: str, value: Any, where: str) -> Any:
         raise HfCkptError(f"{where} {error}.") from None
 
 
-def _types(training: Training, dtype: str | None) -> dict[str, Any]:
+def _types(files: ConfigFiles, dtype: str | None) -> dict[str, Any]:
     """Return `dtype` and `autocast`: `bf16` is autocast for Trainer and TRL, for others the type of weights, too."""
-    values = training.values
-    weights = training.owner.weights
+    values = files.values
+    weights = files.owner.weights
     pure = values.get("pure_bf16")
-    launched = _SHORT.get(str(training.launch.get("mixed_precision")), "none")
+    launched = _SHORT.get(str(files.launch.get("mixed_precision")), "none")
     autocast = "bfloat16" if values.get("bf16") in (True, "auto", "full") and not pure else launched
     autocast = "float16" if values.get("fp16") is True else autocast
     # LLaMA-Factory loads a frozen base in the type that it computes in, and weights that are trained in float32.
     plain = next((name for name in ("bfloat16", "float16") if values.get(name) or weights == "frozen"), "float32")
     if weights == "fsdp2":  # NeMo Automodel's default `mp_policy` computes in bfloat16
         autocast = "bfloat16" if dtype == "float32" else "none"
-    elif weights == "frozen" and not (training.adapters or pure):
+    elif weights == "frozen" and not (files.adapters or pure):
         dtype = "float32"
     elif weights != "dtype":
         dtype = plain if autocast == "none" else autocast
     return {"dtype": dtype, "autocast": autocast}
 
 
-def _shared(training: Training) -> dict[str, Any]:
+def _shared(files: ConfigFiles) -> dict[str, Any]:
     """Return `ranks` and `parallel`. Raises `HfCkptError` for a way of sharding that cannot be planned for."""
-    config = training.deepspeed
+    config = files.deepspeed
     if isinstance(config, str):  # a file that is not here, or `zero2`, a preset of ms-swift
         stage = config.removeprefix("zero") if config.startswith("zero") else ""
     else:
         section = config.get("zero_optimization")
         nested = section.get("stage", 0) if isinstance(section, dict) else 0
         stage = config.get("zero_stage", nested)
-    way = f"fsdp{training.fsdp[0]}" if training.fsdp else f"zero{stage}".replace("zero0", "ddp")
+    way = f"fsdp{files.fsdp[0]}" if files.fsdp else f"zero{stage}".replace("zero0", "ddp")
     if way not in FIELDS["parallel"].choices:
         raise HfCkptError(f"{way} cannot be planned for, only {', '.join(FIELDS['parallel'].choices)}.")
-    ranks = training.launch.get("num_processes")
+    ranks = files.launch.get("num_processes")
     return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
 
 
