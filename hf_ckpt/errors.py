@@ -129,7 +129,7 @@ class ChangedBlockError(BlockError):
     advice = (
         "Backward runs the block, or a part of it, again and needs it as it was; a head in chunks runs wherever its "
         "logits are used. Run backward first, or leave this block out by a rule "
-        '(`{"layers": ..., "policy": "none"}`), the head by `"head": "full"`.'
+        '(`{"layers": ..., "policy": "none"}`), the head by `"head": "whole"`.'
     )
 
     def __init__(self, block: str, change: str) -> None:

@@ -42,7 +42,7 @@ def put_on(blocks: FoundBlocks, record: Installation) -> None:
     regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
     record.functions.hooked = len(record.functions.made)
     record.blocks = dict(blocks.modules)
-    if record.plan.head != "full":
+    if record.plan.head != "whole":
         _put_on_head(base, record)
     if regions:
         _drop_input_gradients(base, record)

@@ -247,7 +247,7 @@ def _refuse_transforms(stack: _Pass) -> None:
 def _refuse_replicas(stack: _Pass) -> None:
     """Refuse copies of nn.DataParallel in which something runs in parts: the parts look weights up as parameters."""
     plan = stack.record.plan
-    runs_in_parts = plan.head != "full" or any(action.tile is not None for _, action in plan.actions)
+    runs_in_parts = plan.head != "whole" or any(action.tile is not None for _, action in plan.actions)
     if runs_in_parts and compat.torch.is_replica(stack.module):
         raise HfCkptError(
             "neither the head nor feed-forwards can run in parts in copies of a model, whose weights are no "
@@ -259,7 +259,7 @@ def _refuse_replicas(stack: _Pass) -> None:
 def _count_missed_head(stack: _Pass) -> None:
     """Warn once if nobody calls the head, so that its plan has no effect."""
     heads = stack.record.heads
-    if not stack.hook.place.is_last or stack.record.plan.head == "full":
+    if not stack.hook.place.is_last or stack.record.plan.head == "whole":
         return
     if heads.missed == 2:  # not the first: a forward may have failed on its way to the head
         why = "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in own tiles)"

@@ -256,7 +256,7 @@ class Installation:
     @property
     def waits(self) -> bool:
         """Whether the plan would do something, but was never enabled, and nobody was told so far."""
-        return bool(self.handles) and not self.enabled and (self.plan.head != "full" or bool(self.plan.active()))
+        return bool(self.handles) and not self.enabled and (self.plan.head != "whole" or bool(self.plan.active()))
 
     def enter(self, module: nn.Module) -> bool:
         """Record that the training forward of `module` begins. Returns whether it is the outermost."""

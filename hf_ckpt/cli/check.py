@@ -81,10 +81,10 @@ def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any
 
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     if arguments.model is None:
-        dropout = 0.1 if spec.compile is None and spec.mlp == "full" else 0.0
+        dropout = 0.1 if spec.compile is None and spec.mlp == "whole" else 0.0
         for family in FAMILIES:
             model = tiny_model(family, dropout=dropout, dtype=dtype)
-            if spec.head == "full" or vocabulary_head(model) is not None:  # a head that can run in chunks
+            if spec.head == "whole" or vocabulary_head(model) is not None:  # a head that can run in chunks
                 inputs = tiny_batch(family, batch=arguments.batch, tokens=arguments.tokens)
                 yield f"{family} (random)", model, inputs, None
         return
@@ -102,7 +102,7 @@ def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.clone()
-    if spec.head != "full":  # a head in chunks computes a loss from labels, and no logits
+    if spec.head != "whole":  # a head in chunks computes a loss from labels, and no logits
         inputs["labels"] = ids.clone()
         yield arguments.model, model, inputs, None
     else:  # without labels, so that models of any task get one

@@ -126,8 +126,8 @@ class Costs:
     accumulation: int = 1
     """Micro-steps of one optimizer step. If there are several, gradients are alive from the beginning."""
     optimizer_nanoseconds: int = 0
-    head_tokens: int | str = "full"
-    """How the head runs, in the words of `Plan.head`: `full`, `auto`, or the tokens of a chunk."""
+    head_tokens: int | str = "whole"
+    """How the head runs, in the words of `Plan.head`: `whole`, `auto`, or the tokens of a chunk."""
     chunks_help: bool = False
     """Whether the head ran as a whole, and `"head": "auto"` would lower what it needs: see `Boundaries.chunks_help`."""
     divides: bool = True

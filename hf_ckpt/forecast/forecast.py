@@ -260,8 +260,8 @@ class Forecaster:
         plan = selection.plan(limit, self.device.name)
         row = self._row("this plan", plan, limit, spec=self._spec(costs, plan, limit, training))
         # transformers has no head in chunks: its ways are measured with the whole head, and are labelled so.
-        whole_head = self.costs_of(dataclasses.replace(training, head="full"))
-        label = "" if training.head == "full" else ", head as a whole"
+        whole_head = self.costs_of(dataclasses.replace(training, head="whole"))
+        label = "" if training.head == "whole" else ", head as a whole"
         usual = {
             name + label: Selection(whole_head, whole_head.uniform(action)).plan() for name, action in USUAL.items()
         }
@@ -386,7 +386,7 @@ class Forecaster:
             return (), ()
         if spec.compile is not None:
             return (), ("the spec that is given compiles blocks, for which no figures are predicted",)
-        head = "full" if self._asked.sharded else spec.head  # as it runs there, whatever the spec says
+        head = "whole" if self._asked.sharded else spec.head  # as it runs there, whatever the spec says
         parts: dict[str, Any] = {"head": head, "mlp": spec.mlp, "host_budget": spec.host_budget}
         training = on_device(dataclasses.replace(self._asked, **parts), self.device)
         limit = self.budget if spec.budget is None else budget_bytes(spec.budget, self._memory)
@@ -480,7 +480,7 @@ class Forecaster:
         if costs.peak({}) > self._memory:
             return self._saved
         # Tiles that the plan does not need may be what these steps need.
-        needs_tiles = training.mlp != "full" and timeline(costs, costs.uniform(FULL)).peak_bytes > self._memory
+        needs_tiles = training.mlp != "whole" and timeline(costs, costs.uniform(FULL)).peak_bytes > self._memory
         return {**spec, "mlp": training.mlp} if needs_tiles and spec["policy"] == "budget" else spec
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
@@ -497,7 +497,7 @@ class Forecaster:
         more_shared = ways[ways.index(training.parallel) + 1 :]
         rows: list[tuple[bool, str, dict[str, Any]]] = [
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
-            (room and training.mlp == "full", "plan with feed-forwards in tiles", {"mlp": "auto"}),
+            (room and training.mlp == "whole", "plan with feed-forwards in tiles", {"mlp": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
             (room and training.segments is None and not training.sharded, "plan in segments", {"segments": "sqrt"}),
             *((room, "smaller batch", change) for change in smaller),
@@ -528,7 +528,7 @@ class Forecaster:
         if training.target_tokens is None:
             steps += [{"tokens": max(1, training.tokens // by)} for by in (2, 4, 8, 16)]
         changes = [*itertools.accumulate(steps, operator.or_, initial=change)]
-        shared = {"ranks": 8, "parallel": "fsdp2", "head": "full", "load_in_4bit": False, "segments": None}
+        shared = {"ranks": 8, "parallel": "fsdp2", "head": "whole", "load_in_4bit": False, "segments": None}
         rows: list[Row] = []
 
         def fits(change: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, Device, device_named
 from hf_ckpt.forecast.optimizers import OPTIMIZERS
+from hf_ckpt.spec.reading import READERS
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
 
@@ -125,8 +126,8 @@ def _layers(text: str) -> str | tuple[str, ...]:
 
 
 def _tokens(text: str | int) -> int | str:
-    """`auto`, `full`, or a number of tokens."""
-    return text if text in ("auto", "full") else parse_count(str(text))
+    """`auto`, `whole`, or a number of tokens."""
+    return READERS["head"](text) if text in ("auto", "whole", "full") else parse_count(str(text))
 
 
 def _segments(text: str | int) -> int | str:
@@ -194,8 +195,8 @@ class Question:
     ranks: int = _number(1, "processes, with a device each", label="Ranks")
     parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
-    head: int | str = _field("full", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
-    mlp: int | str = _field("full", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=FOLLOWS)
+    head: int | str = _field("whole", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
+    mlp: int | str = _field("whole", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=FOLLOWS)
     segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=FOLLOWS)
     device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=FOLLOWS)
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=FOLLOWS)
@@ -215,7 +216,7 @@ class Question:
             raise HfCkptError("a base in 4 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
         if self.parallel != "ddp" and self.ranks == 1:
             raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
-        if self.sharded and self.head != "full":
+        if self.sharded and self.head != "whole":
             raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave head out.")
         if self.sharded and self.segments is not None:
             raise HfCkptError("segments cannot be planned for under fsdp2, where their runs gather weights: use ddp.")

@@ -271,7 +271,7 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
 
     A plan in segments recomputes all blocks in one way, so its spec is that way, with nothing to measure.
     """
-    head = {} if plan.head == "full" else {"head": plan.head}
+    head = {} if plan.head == "whole" else {"head": plan.head}
     tile = next((action.tile for _, action in plan.actions if action.tile is not None), None)
     tiles = {} if tile is None else {"mlp": tile}
     # Nothing to do: with the kwargs of a plan, a training would measure steps under `full` to find that out.

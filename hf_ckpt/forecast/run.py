@@ -62,7 +62,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     with model.fake:
         batch = micro_step(training, model.base).batch
     whole = _measure(model, training, device, FULL)
-    tile = None if training.mlp == "full" else training.mlp
+    tile = None if training.mlp == "whole" else training.mlp
     actions = tuple(dict.fromkeys([*planned_actions(tile=tile), *further]))
     step = _with_needs_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
@@ -93,7 +93,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
         head_tokens=training.head,
         # FSDP2 frees the head's weight after its forward. Chunks are computed later, when the loss is called.
-        chunks_help=whole.chunks_help and training.head == "full" and not training.sharded,
+        chunks_help=whole.chunks_help and training.head == "whole" and not training.sharded,
     )
     return Sharding(model, training).costs(costs) if training.sharded else costs
 
@@ -105,7 +105,7 @@ def _with_needs_of(
 
     In these, only one block of each kind runs, and the first of each stack.
     """
-    plain = dataclasses.replace(training, head="full")  # the head does not change what blocks cost
+    plain = dataclasses.replace(training, head="whole")  # the head does not change what blocks cost
     shown_by = _shown_by(model, step)
     with only(model, set(shown_by.values())) as meanwhile:
         for action in actions:

@@ -33,7 +33,7 @@ def make_plan(spec: Spec, blocks: Sequence[Block], family: str, model: str) -> P
     """
     if spec.plan is not None:
         plan = fit_plan(Plan.load(spec.plan), blocks, family, model, spec.plan)
-        return plan if spec.head == "full" else dataclasses.replace(plan, head=spec.head)
+        return plan if spec.head == "whole" else dataclasses.replace(plan, head=spec.head)
     stacks = {stack: list(group) for stack, group in itertools.groupby(blocks, lambda block: block.stack)}
     problems: list[str] = []
     # What nothing chooses keeps everything; with `compile` such blocks are compiled, too.
@@ -132,7 +132,7 @@ def tighter_plan(plan: Plan, *, chunks: bool, offload: bool = True) -> tuple[Pla
         chunks: whether the head can run in chunks.
         offload: whether there is host memory apart from the device's.
     """
-    chunks = chunks and plan.head == "full"
+    chunks = chunks and plan.head == "whole"
     # From the action that keeps most to the one that keeps least, in the order of the table.
     for row in ACTIONS.values():
         steps = [(block, lighter(action)) for block, action in plan.actions if action.kind == row.name]
@@ -149,7 +149,7 @@ def least(spec: Spec) -> Action:
     """The action that keeps least of those that a plan for a budget may choose. The run measures its steps under it."""
     if spec.compile is not None:
         return COMPILED
-    return FULL if spec.mlp == "full" else Action("full+tiles", tile=spec.mlp)
+    return FULL if spec.mlp == "whole" else Action("full+tiles", tile=spec.mlp)
 
 
 def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None) -> Action:
@@ -160,7 +160,7 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return Action(COMPILED.kind, share=share)
     if policy == "none":
         return KEEP
-    if policy == "full" and spec.mlp != "full":
+    if policy == "full" and spec.mlp != "whole":
         return least(spec)
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)

@@ -109,8 +109,8 @@ class Plan:
     """Pairs of a block and its action, stack by stack, in the order in which the blocks run."""
     prediction: Prediction | None = dataclasses.field(default=None, compare=False)
     """Predicted memory and time; None if they were not computed. `==` ignores it."""
-    head: int | str = "full"
-    """How the head and its loss run: `full` (as a whole), a number (in chunks of so many tokens), or `auto` (in chunks
+    head: int | str = "whole"
+    """How the head and its loss run: `whole`, a number (in chunks of so many tokens), or `auto` (in chunks
     whose size is chosen in each call)."""
 
     def stacks(self) -> dict[str, list[tuple[Block, Action]]]:
@@ -131,7 +131,7 @@ class Plan:
 
         stacks = {stack: [row(*pair) for pair in pairs] for stack, pairs in self.stacks().items()}
         plan = {"hf_ckpt_plan": FORMAT_VERSION, "family": self.family, "model": self.model, "stacks": stacks}
-        if self.head != "full":
+        if self.head != "whole":
             plan["head"] = self.head
         if self.prediction is not None:
             plan["prediction"] = self.prediction.to_dict()
@@ -150,7 +150,8 @@ class Plan:
             actions = tuple(_read_rows(data["stacks"]))
             predicted = data.get("prediction")
             prediction = None if predicted is None else Prediction.from_dict(predicted)
-            head = READERS["head"](data.get("head", "full"))
+            head = data.get("head", "whole")
+            head = READERS["head"]("whole" if head == "full" else head)  # the old name, in edited files
             return cls(_text(data, "family"), _text(data, "model"), actions, prediction, head)
         # People edit these files: any value may be of any type. These are what the readers raise for it.
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
@@ -179,7 +180,7 @@ class Plan:
         """Return the actions in one line: `full on blocks 0, 2 of 4`. Several stacks are listed one by one."""
         stacks = self.stacks()
         parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
-        if self.head != "full":
+        if self.head != "whole":
             parts.append("head in chunks")
         return "; ".join(parts)
 
@@ -194,7 +195,7 @@ class Plan:
             if stack in kept_bytes:
                 parts.append(f"{format_bytes(kept_bytes[stack])} kept for backward")
             lines.append(f"  {stack} ({len(pairs)} x {kinds}): {'; '.join(parts)}")
-        if self.head != "full":
+        if self.head != "whole":
             size = self.head if isinstance(self.head, str) else f"{self.head} tokens"
             lines.append(f"  head: planned in chunks ({size})")
         return "\n".join(lines)

@@ -137,7 +137,9 @@ def whole(least: int, *others: str) -> Reader:
     def read(value: Any) -> int | str:
         if (type(value) is int and value >= least) or (isinstance(value, str) and value in others):
             return value
-        raise _must_be(wanted, value, did_you_mean(value, others))
+        # `full` is a policy, under which everything is recomputed. It once meant the opposite here, too.
+        is_old = value == "full" and "whole" in others
+        raise _must_be(wanted, value, "; write 'whole'" if is_old else did_you_mean(value, others))
 
     return read
 
@@ -260,8 +262,8 @@ READERS: dict[str, Reader] = {
     "preserve_rng_state": one_of(True, False),
     "determinism_check": one_of("default", "none"),
     "use_reentrant": _read_reentrant,
-    "head": whole(1, "full", "auto"),
-    "mlp": whole(1, "full", "auto"),
+    "head": whole(1, "whole", "auto"),
+    "mlp": whole(1, "whole", "auto"),
     "segments": _optional(_for_stacks(whole(1, "sqrt"))),
     "check_every": whole(0),
     "on_mismatch": one_of("warn", "raise", "avoid"),

@@ -75,12 +75,12 @@ class Spec:
     """What `torch.utils.checkpoint` compares after a recomputation: `default` for shapes and types, or `none`."""
     use_reentrant: bool = False
     """Always False. True is accepted with a warning: blocks are recomputed non-reentrantly anyway."""
-    head: int | str = "full"
-    """`full` runs the head as a whole. A number runs it and the loss in chunks of so many tokens; `auto` chooses the
+    head: int | str = "whole"
+    """`whole` runs the head in one piece. A number runs it and the loss in chunks of so many tokens; `auto` chooses the
     number."""
-    mlp: int | str = "full"
+    mlp: int | str = "whole"
     """A number runs the feed-forward of each block that is recomputed as a whole in tiles of so many tokens. `auto` is
-    2048, and `full` runs it as a whole. A plan for a budget takes tiles where they help."""
+    2048, and `whole` runs it in one piece. A plan for a budget takes tiles where they help."""
     segments: Segments | None = None
     """Divide the blocks that are recomputed into so many segments, in every stack or in each stack that is named. Only
     the first block of a segment holds its hidden states; backward makes those of the others again. `sqrt` is the number
@@ -263,7 +263,7 @@ def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
         ("host_budget", host, ("offload", *PLANNED_POLICIES), ""),
         ("offload: true", spec.offload is True and stays, ("full", "offload"), saved_hint),
         ("offload: saved", spec.offload == "saved" and stays, ("selective",), true_hint),
-        ("mlp", spec.mlp != "full", ("full", *PLANNED_POLICIES), ""),
+        ("mlp", spec.mlp != "whole", ("full", *PLANNED_POLICIES), ""),
         ("segments", spec.segments is not None, (*SEGMENTED, *PLANNED_POLICIES), ""),
     )
     if spec.policy == "budget" and spec.budget is None:
@@ -278,7 +278,7 @@ def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for every pair of keys that choose the same thing twice, or that no engine combines."""
     compiled = spec.compile is not None
     choosing = [key for key in ("layers", "every_n_layers") if getattr(spec, key) != getattr(Spec, key)]
-    if spec.mlp != "full" and (spec.offload or compiled):
+    if spec.mlp != "whole" and (spec.offload or compiled):
         yield "`mlp` goes with `full`; it cannot be combined with `offload` or `compile`."
     if compiled and (spec.segments is not None or any(rule.segments is not None for rule in spec.rules)):
         yield "`segments` goes with blocks that run as they are; it cannot be combined with `compile`."

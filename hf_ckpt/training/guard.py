@@ -348,7 +348,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     record.end_watch()
     user_spec = record.tightened or record.spec
     # Whoever disables a plan that is tightened, such as TRL around a generation that fails, does not go back by that.
-    if record.tightened is None and not record.enabled and (record.plan.active() or record.plan.head != "full"):
+    if record.tightened is None and not record.enabled and (record.plan.active() or record.plan.head != "whole"):
         record.tightened = user_spec
         put_on(blocks, record)
         return f"the installed plan ({record.plan.summary()})"

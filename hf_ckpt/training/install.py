@@ -154,10 +154,10 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
 
 def _with_head_of(blocks: FoundBlocks, plan: Plan) -> Plan:
     """Return the plan without chunks of a head, if the model has no head to run in chunks, and warn of that once."""
-    if plan.head == "full" or vocabulary_head(blocks.base) is not None:
+    if plan.head == "whole" or vocabulary_head(blocks.base) is not None:
         return plan
     warn_whole(blocks.base, "it has no projection onto a vocabulary")
-    return dataclasses.replace(plan, head="full")
+    return dataclasses.replace(plan, head="whole")
 
 
 class Decider:

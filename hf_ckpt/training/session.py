@@ -243,7 +243,7 @@ class Session:
         """The action that keeps least. Blocks that hf_ckpt compiles cannot get others than compiled ones."""
         if self._least == COMPILED:
             conditions.refuse_compiled(base, self._devices, self._spec.policy)
-        tile = None if self._spec.mlp == "full" else self._spec.mlp
+        tile = None if self._spec.mlp == "whole" else self._spec.mlp
         actions = planned_actions(compiled=self._least == COMPILED, tile=tile)
         self._actions = (*(action for action in actions if action != self._least), self._least)
         """The actions to choose from; the last one keeps least."""
@@ -653,7 +653,9 @@ class Session:
             return False
         self._failures = 0
         # A head whose weight FSDP frees between calls cannot run in chunks.
-        self._chunks_help = recorder.boundaries.chunks_help and self._spec.head == "full" and not self._state.is_sharded
+        self._chunks_help = (
+            recorder.boundaries.chunks_help and self._spec.head == "whole" and not self._state.is_sharded
+        )
         assert self.planned is not None
         self._forwards.learn(self.planned.batch.state)
         self._learn(self.planned, recorder, step)

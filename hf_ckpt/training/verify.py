@@ -181,7 +181,7 @@ def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[st
 def _allowed_gap(plain: _Step, plan: Plan) -> float:
     """How far gradients may differ under a plan: 0 unless it adds numbers in another order."""
     is_exact = all(ACTIONS[action.kind].is_exact for _, action in plan.actions)
-    if is_exact and plan.head == "full":
+    if is_exact and plan.head == "whole":
         return 0.0
     is_16_bit = any(gradient.dtype.itemsize < 4 for gradient in plain.gradients.values())
     return ROUNDING_16 if is_16_bit or compat.devices.autocast_is_on() else ROUNDING
@@ -208,7 +208,7 @@ def _not_carried_out(after: Description, compiled: set[str]) -> list[str]:
     if missing:
         graphs = " (torch.compile hides it in graphs: verify the model before it is compiled)"
         problems.append(f"planned but not recomputed: {', '.join(missing)}{graphs if after.in_graphs else ''}")
-    asked_for_chunks = after.plan.head != "full" or after.spec.get("head", "full") != "full"
+    asked_for_chunks = after.plan.head != "whole" or after.spec.get("head", "whole") != "whole"
     if asked_for_chunks and not after.chunked_heads:
         problems.append(f"the head did not run in chunks; last call: {after.head_ran or 'none'}")
     return problems

@@ -55,7 +55,7 @@ def test_options_and_heads_are_put_on_beside_a_plan_that_was_given():
     enable(model, {"preserve_rng_state": False, "determinism_check": "none"})
     region = installation(model).regions[ALL[1]]
     assert (region.preserve_rng_state, region.determinism_check) == (False, "none")
-    for options, head in (({"head": 8}, 8), (None, 8), ({"head": "full"}, "full")):
+    for options, head in (({"head": 8}, 8), (None, 8), ({"head": "whole"}, "whole")):
         enable(model, options)
         assert hf_ckpt.describe(model).plan.head == head
         assert ("forward" in vars(model.lm_head)) == (head == 8)

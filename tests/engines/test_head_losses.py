@@ -344,7 +344,7 @@ def test_logits_after_the_optimizers_step_are_refused(overwrite):
     loss, rows = loss_of()(late), late.logsumexp(-1).sum()
     overwrite(head)
     for use in (torch.argmax, torch.sin, loss_of(reduction="none"), lambda logits: rows.backward()):
-        with pytest.raises(ChangedBlockError, match=r'head.*`weight` was overwritten.*"head": "full"'):
+        with pytest.raises(ChangedBlockError, match=r'head.*`weight` was overwritten.*"head": "whole"'):
             use(late)
     loss.backward()  # its gradients were computed in the forward
     assert torch.equal(used.sin(), expected)
@@ -372,7 +372,7 @@ def test_gradients_of_logits_that_would_miss_a_loss_are_refused(ask):
     part = logits[:, :-1]
     loss = functional.cross_entropy(part.reshape(-1, WORDS), LABELS[:, 1:].reshape(-1))
     for late in (part, logits):
-        with pytest.raises(HfCkptError, match=r'gradient of logits whose loss .*"head": "full"'):
+        with pytest.raises(HfCkptError, match=r'gradient of logits whose loss .*"head": "whole"'):
             ASKED_LATE[ask](late, loss)
 
 

@@ -153,7 +153,7 @@ def test_if_the_optimizers_step_is_the_peak_no_block_is_recomputed_in_vain(costs
     plan = planner.lowest().plan()
     assert plan.prediction.peak_bytes == costs.static.optimizer_peak_bytes == floor
     assert round(plan.prediction.step_seconds * 1e9) == min(time for time, *_ in everything(costs).values())
-    assert plan.head == "full"
+    assert plan.head == "whole"
 
 
 ERRORS = table(__file__, "infeasible.yaml")

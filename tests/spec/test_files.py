@@ -89,6 +89,10 @@ def test_a_damaged_plan_is_refused(place, value, said, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_saved_plan_with_the_old_name_of_a_whole_head_is_read():
+    assert Plan.from_dict({**plan_of(2).to_dict(), "head": "full"}) == plan_of(2)
+
+
 # --- what is written --------------------------------------------------------------------------------------------------
 
 

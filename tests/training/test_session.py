@@ -1016,9 +1016,9 @@ def loss_of_weight(model, batch):
 
 
 HEADS = {
-    "called": (loss_of_call, "full", 40),
-    "nobody calls it": (loss_of_weight, "full", 40),
-    "few tokens": (loss_of_call, "full", 10),
+    "called": (loss_of_call, "whole", 40),
+    "nobody calls it": (loss_of_weight, "whole", 40),
+    "few tokens": (loss_of_call, "whole", 10),
     "in chunks": (loss_of_call, 4, 40),
 }
 
@@ -1033,7 +1033,7 @@ def test_a_head_in_chunks_is_advised_where_it_lowers_the_peak(kind, caplog):
         loss_of(model, batch).backward()
         model.zero_grad(set_to_none=True)
     (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
-    assert ("the head and its loss are the peak" in said) == (head == "full")
+    assert ("the head and its loss are the peak" in said) == (head == "whole")
     assert ('"head": "auto"' in said) == (kind == "called")
 
 

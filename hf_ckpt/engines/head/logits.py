@@ -195,7 +195,7 @@ class Logits(torch.Tensor):
         """Raise `HfCkptError` if values were changed in place, which logits that are not computed yet would not see."""
         for values in self.shared:
             if values.is_overwritten:
-                raise HfCkptError('logits were changed in place, which needs "head": "full".')
+                raise HfCkptError('logits were changed in place, which needs "head": "whole".')
 
     def values(self) -> torch.Tensor:
         """Return all values, which the plain head computes at the first call; backward runs it in chunks.
@@ -257,7 +257,7 @@ class Logits(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Only calls that bypass `__torch_function__` come here: autograd's functions and C++. The graph already exists.
         if args and isinstance(args[0], Logits) and func._schema.is_mutable:
-            raise HfCkptError(f'`{func}` changes logits in place, which needs "head": "full".')
+            raise HfCkptError(f'`{func}` changes logits in place, which needs "head": "whole".')
         with torch.no_grad():
             return _on_values(func, args, kwargs or {}, Logits.bare_values)
 
@@ -284,7 +284,7 @@ def _refuse_bypassed(func: Any, targets: Any) -> None:
     if any(leaf.call.is_bypassed for leaf in leaves):
         raise HfCkptError(
             f"`{torch.overrides.resolve_name(func) or func.__name__}` asked for the gradient of logits whose loss was "
-            'computed in chunks before, so that it has none. Ask before the loss is computed, or use "head": "full".'
+            'computed in chunks before, so that it has none. Ask before the loss is computed, or use "head": "whole".'
         )
 
 
@@ -307,7 +307,7 @@ def _on_values(func: Any, args: Any, kwargs: Any, values: Callable[[Logits], tor
             warn_once(
                 log,
                 "hf_ckpt: `%s` asked for the logits of a training forward, which the chunked head does not "
-                'compute, so they were computed as a whole there. Set "head": "full" if this is meant.',
+                'compute, so they were computed as a whole there. Set "head": "whole" if this is meant.',
                 name,
             )
         return values(value)
