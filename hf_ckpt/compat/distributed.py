@@ -79,6 +79,11 @@ def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
     return [handle.flat_param for handle in handles if hasattr(handle, "flat_param")]
 
 
+def is_part_of_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is FSDP1's view of its flat parameter, which is an attribute while the module runs."""
+    return hasattr(getattr(tensor, "_base", None), "_is_flat_param")
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor; an unsharded tensor is returned unchanged."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor

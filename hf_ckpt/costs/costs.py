@@ -78,10 +78,12 @@ class Static:
     """Bytes of the gradients of all trainable parameters."""
     buffers: int = 0
     """Bytes of buffers and the batch."""
+    master: int = 0
+    """Bytes of the optimizer's own copy of the weights, in float32."""
     buckets: int = 0
     """Bytes of the copies of gradients in DDP's buckets."""
     gathered: int = 0
-    """Bytes that FSDP2 gathers, where `parameters` counts this rank's shards: the unsharded parameters outside the
+    """Bytes that FSDP gathers, where `parameters` counts this rank's shards: the unsharded parameters outside the
     blocks, and the all-gather buffer."""
     step_bytes: int = 0
     """Temporary bytes of the optimizer's step, in addition to its state."""
@@ -89,7 +91,7 @@ class Static:
     @property
     def always(self) -> int:
         """Bytes alive at every moment: everything but gradients and `step_bytes`."""
-        return self.parameters + self.optimizer + self.buffers + self.buckets + self.gathered
+        return self.parameters + self.optimizer + self.master + self.buffers + self.buckets + self.gathered
 
     @property
     def optimizer_peak_bytes(self) -> int:

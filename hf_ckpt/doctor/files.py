@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.doctor.owners import OWNERS, Owner, owner_of, without_sections
 from hf_ckpt.errors import HfCkptError, SpecError, reason_of, shown
 from hf_ckpt.forecast.question import FIELDS
+from hf_ckpt.forecast.ways import WAYS
 from hf_ckpt.spec.files import read_values
 from hf_ckpt.spec.spec import Spec
 
@@ -204,7 +205,7 @@ def _of_spec(files: ConfigFiles, parallel: str | None) -> dict[str, Any]:
         return {}
     if spec is None:
         return {}
-    names = ("budget", "host_budget", "mlp", *(("head",) if parallel in (None, "ddp") else ()))
+    names = ("budget", "host_budget", "mlp", *(() if parallel and WAYS[parallel].weights else ("head",)))
     fields = {name: getattr(spec, name) for name in names if getattr(spec, name) != FIELDS[name].default}
     return fields if spec.is_planned and not spec.rules else {**fields, "spec": spec}
 
@@ -261,15 +262,34 @@ def _shared(files: ConfigFiles) -> dict[str, Any]:
     config = files.deepspeed
     if isinstance(config, str):  # a file that is not here, or `zero2`, a preset of ms-swift
         stage = config.removeprefix("zero") if config.startswith("zero") else ""
+        config = {}
     else:
         section = config.get("zero_optimization")
         nested = section.get("stage", 0) if isinstance(section, dict) else 0
         stage = config.get("zero_stage", nested)
+    for key, value in _sharing_less(files.fsdp[1] if files.fsdp else {}, config):
+        raise HfCkptError(f"`{key}: {value}` cannot be planned for: leave it out.")
     way = f"fsdp{files.fsdp[0]}" if files.fsdp else f"zero{stage}".replace("zero0", "ddp")
-    if way not in FIELDS["parallel"].choices:
-        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(FIELDS['parallel'].choices)}.")
+    if way not in WAYS:
+        raise HfCkptError(f"{way} cannot be planned for, only {', '.join(WAYS)}.")
     ranks = files.launch.get("num_processes")
     return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
+
+
+def _sharing_less(fsdp: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys, and their values, that move what is shared to host memory, or share less than they could."""
+    for key in ("offload_params", "cpu_offload"):
+        if str(fsdp.get(key)).lower() == "true":
+            yield key, fsdp[key]
+    for key in ("reshard_after_forward", "sharding_strategy"):
+        if str(fsdp.get(key)).upper() not in ("NONE", "TRUE", "FULL_SHARD", "1"):
+            yield key, fsdp[key]
+    section = deepspeed.get("zero_optimization")
+    for key in ("offload_optimizer", "offload_param"):
+        inner = section.get(key) if isinstance(section, dict) else None
+        place = inner.get("device") if isinstance(inner, dict) else deepspeed.get(f"{key}_device")
+        if str(place).lower() != "none":
+            yield key, place
 
 
 def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +297,7 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     from hf_ckpt.forecast.model import load_config
 
     derived: dict[str, Any] = {}
-    if fields.get("parallel") == "fsdp2" and fields["autocast"] != "none" and "lora" not in fields:
+    if fields.get("parallel") in ("fsdp1", "fsdp2") and fields["autocast"] != "none" and "lora" not in fields:
         derived["dtype"] = "float32"  # accelerate casts what is trained
     elif "dtype" not in fields and fields.get("load_in_4bit"):  # of what is not quantised, such as norms
         derived["dtype"] = "bfloat16"

@@ -173,7 +173,8 @@ class Settings:
             if is_ignored(key):
                 continue
             if isinstance(value, torch.Tensor):
-                self.state.append((number, key))
+                if not compat.distributed.is_part_of_flat(value):  # a parameter, which comes and goes
+                    self.state.append((number, key))
             # `forward` is an attribute where something, such as accelerate, has replaced the method.
             elif _is_plain(value) or key == "forward":
                 self.attributes[number][key] = value

@@ -271,8 +271,9 @@ class Forecaster:
         parts = {
             "weights": static.parameters,
             "optimizer state": static.optimizer,
+            "the optimizer's copy of the weights in float32": static.master,
             "copies of gradients in DDP's buckets": static.buckets,
-            "weights gathered by FSDP2": static.gathered,
+            f"weights gathered by {training.way.title}": static.gathered,
         }
         parts["buffers and batch"] = resident - sum(parts.values())
         return Forecast(
@@ -317,6 +318,8 @@ class Forecaster:
         if training.ranks > 1:
             size = sent_bytes(model, training)
             yield f"each rank sends about {format_bytes(size)} a step to others, whose time is not predicted"
+            if training.way.left_out:
+                yield f"the figures leave out {training.way.left_out}"
 
     @functools.cached_property
     def _frontier(self) -> dict[int, Plan]:
@@ -357,7 +360,8 @@ class Forecaster:
         needed = [0]
         if not training.sharded:
             tensors = self._model_of(training).tensors
-            needed.append(nbytes(tensors) + optimizer_bytes(tensors, training.optimizer)[0])
+            states = 0 if training.way.states else optimizer_bytes(tensors, training.optimizer)[0]
+            needed.append(nbytes(tensors) + states)
         for (measured, _), costs in self._costs.items():
             larger = dataclasses.replace(measured, host_budget=training.host_budget, segments=training.segments)
             batch = training.batch / larger.batch
@@ -493,15 +497,13 @@ class Forecaster:
         smaller = [{"batch": training.batch // by, "accumulation": training.accumulation * by} for by in parts]
         shorter = room and training.target_tokens is None  # which of the two lengths to halve, only the user knows
         bits = not training.load_in_4bit and not training.sharded
-        ways = FIELDS["parallel"].choices
-        more_shared = ways[ways.index(training.parallel) + 1 :]
         rows: list[tuple[bool, str, dict[str, Any]]] = [
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
             (room and training.mlp == "whole", "plan with feed-forwards in tiles", {"mlp": "auto"}),
             (host, "plan with host memory", {"host_budget": 64 * GIB}),
             (room and training.segments is None and not training.sharded, "plan in segments", {"segments": "sqrt"}),
             *((room, "smaller batch", change) for change in smaller),
-            *((training.ranks > 1, "more shared by ranks", {"parallel": way}) for way in more_shared),
+            (training.ranks > 1 and training.way.more != "", "more shared by ranks", {"parallel": training.way.more}),
             (training.ranks == 1 and bits, "8 ranks under FSDP2", {"ranks": 8, "parallel": "fsdp2"}),
             *((shorter, SHORTER, {"tokens": training.tokens // by}) for by in (2, 4, 8)),
             (training.prepared, "without PEFT's preparation", {"kbit_preparation": False}),

@@ -104,8 +104,8 @@ def shallow_model(training: Question, config: Any = None) -> ShallowModel:
     if isinstance(config, nn.Module):
         _refuse(base_model(config).config, training)
         model = _copy_on_meta(config)
-        if training.sharded and training.autocast_name:  # unsharded weights have their compute type
-            model.to(DTYPES[training.autocast_name])
+        if training.way.deepspeed or (training.sharded and training.autocast_name):
+            model.to(DTYPES[training.autocast_name or training.dtype])  # unsharded weights have their compute type
         return _on_fakes(model, _cut(model))
     config = load_config(training.model) if config is None else config
     _refuse(config, training)
@@ -115,6 +115,8 @@ def shallow_model(training: Question, config: Any = None) -> ShallowModel:
         model = _make(config, training)
         likes = _cut(model)  # before adapters, which are slow to add
         model = _prepared(model, training)
+    if training.way.deepspeed:  # adapters, too; its engine calls `module.bfloat16()`
+        model.to(DTYPES[training.dtype])
     return _on_fakes(model, likes)
 
 
@@ -321,7 +323,7 @@ def _make(config: Any, training: Question) -> nn.Module:
     build = getattr(model_class, "_from_config", None) or getattr(model_class, "from_config", None)
     if build is None:
         raise HfCkptError(f"transformers has no model class {name!r}: {NO_PLAN}")
-    # Under FSDP2, unsharded weights have their compute type.
+    # Under FSDP, unsharded weights have their compute type.
     dtype = DTYPES[(training.autocast_name if training.sharded else None) or training.dtype]
     attention = "sdpa" if training.attention.startswith("flash_attention") else training.attention  # as much is saved
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):

@@ -16,6 +16,7 @@ from typing import Any
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import DEVICES, Device, device_named
 from hf_ckpt.forecast.optimizers import OPTIMIZERS
+from hf_ckpt.forecast.ways import WAYS, Way, way_named
 from hf_ckpt.spec.reading import READERS
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
@@ -156,6 +157,7 @@ _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
 _MAX_TOKENS = "plan for the longest sequences that fit, in multiples of 128 tokens"
 _GENERATION = "tokens of prompt and completion for which GRPO generates: a note says what their KV cache takes"
 _SPEC = "a spec to compare the plan with: JSON, KEY=VALUE or a file (default: that of --config)"
+_WAYS = "how ranks share the work; zero1 to zero3 are DeepSpeed's"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
 
@@ -193,7 +195,7 @@ class Question:
     generation: int | None = _number(None, _GENERATION, scope=FOLLOWS)
     packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
     ranks: int = _number(1, "processes, with a device each", label="Ranks")
-    parallel: str = _field("ddp", "how ranks share the work", choices=("ddp", "fsdp2"), label="Shared by")
+    parallel: str = _field("ddp", _WAYS, read=way_named, choices=tuple(WAYS), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
     head: int | str = _field("whole", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
     mlp: int | str = _field("whole", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=FOLLOWS)
@@ -205,21 +207,24 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
-            value = getattr(self, name)
+            value = field.checked(getattr(self, name))
             if value != field.default and field.choices and value not in field.choices:
                 raise HfCkptError(f"{name} must be one of {', '.join(field.choices)}, but is {value!r} instead.")
-            object.__setattr__(self, name, field.checked(value))
+            object.__setattr__(self, name, value)
         if self.load_in_4bit and self.lora is None:
             raise HfCkptError("a base in 4 bits stays frozen: give the rank of adapters to train (lora).")
         # bitsandbytes packs a weight into bytes of another shape, whose shards `forecast/ranks.py` does not know.
         if self.load_in_4bit and self.sharded:
-            raise HfCkptError("a base in 4 bits cannot be planned for under fsdp2. Use ddp, or 16 bits.")
+            raise HfCkptError(f"a base in 4 bits cannot be planned for under {self.parallel}. Use ddp, or 16 bits.")
         if self.parallel != "ddp" and self.ranks == 1:
             raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
         if self.sharded and self.head != "whole":
-            raise HfCkptError("the head in chunks needs whole weights, which fsdp2 shards: leave head out.")
+            raise HfCkptError(f"the head in chunks needs whole weights, which {self.parallel} shards: leave head out.")
+        if self.mlp != "whole" and not self.way.rebuilds:
+            raise HfCkptError(f"feed-forwards in tiles cannot be planned for under {self.parallel}: leave mlp out.")
         if self.sharded and self.segments is not None:
-            raise HfCkptError("segments cannot be planned for under fsdp2, where their runs gather weights: use ddp.")
+            gather = f"segments cannot be planned for under {self.parallel}, where their runs gather weights: use ddp."
+            raise HfCkptError(gather)
         if self.global_batch and (self.batch, self.accumulation) != (1, 1):
             raise HfCkptError("global_batch chooses batch and accumulation: leave these out.")
         if self.global_batch and self.global_batch % self.ranks:
@@ -250,9 +255,14 @@ class Question:
         return None if self.autocast == "none" else self.autocast
 
     @property
+    def way(self) -> Way:
+        """How ranks share the work; one rank shares nothing."""
+        return WAYS[self.parallel]
+
+    @property
     def sharded(self) -> bool:
         """Whether each rank holds only a part of the parameters."""
-        return self.ranks > 1 and self.parallel == "fsdp2"
+        return self.ranks > 1 and self.way.weights
 
     @property
     def rows(self) -> int:
@@ -302,10 +312,17 @@ def on_device(training: Question, device: Device) -> Question:
     """The question as the training runs on a device: without bfloat16 support, float16 replaces it.
 
     Autocast then computes in float16, for which Trainer scales the loss. Trainable weights are in float32, because
-    float16 gradients cannot be unscaled. Under FSDP2, accelerate computes in bfloat16 unless `autocast` says
-    otherwise, and casts what is trained to float32 if autocast is on.
+    float16 gradients cannot be unscaled. Under FSDP, accelerate computes in bfloat16 unless `autocast` says
+    otherwise, and casts what is trained to float32 if autocast is on. DeepSpeed casts all weights to the type that it
+    computes in, and accelerate has no autocast then.
     """
-    # accelerate/utils/fsdp_utils.py, `fsdp2_prepare_model`: "FSDP upcast of low precision parameters to fp32".
+    if training.way.deepspeed:
+        dtype = training.autocast_name or training.dtype
+        if dtype == "bfloat16" and not device.bfloat16:
+            dtype = "float16"
+        return dataclasses.replace(training, dtype=dtype, autocast="none")
+    # accelerate/utils/fsdp_utils.py, `fsdp2_prepare_model`: "FSDP upcast of low precision parameters to fp32". For
+    # FSDP1, `prepare_model` in accelerate/accelerator.py does so.
     if training.sharded and training.lora is None:
         by_default = "bfloat16" if (training.dtype, training.autocast) == ("bfloat16", None) else None
         computing = training.autocast_name or by_default

@@ -298,7 +298,7 @@ def to_write(training: Question, spec: Mapping[str, Any], model: str) -> dict[st
     empty for one that is there already.
     """
     trainer = training.trainer
-    computing = training.autocast_name
+    computing = training.dtype if training.way.deepspeed else training.autocast_name
     bf16: bool | None = computing == "bfloat16"
     if not bf16 and (trainer is None or computing == "float16"):
         bf16 = None  # left out, which otherwise means true to TRL's configs (trl/trainer/base_config.py)
@@ -311,14 +311,16 @@ def to_write(training: Question, spec: Mapping[str, Any], model: str) -> dict[st
         **training_arguments(training.optimizer),
         "bf16": bf16,
         "fp16": True if computing == "float16" else None,
+        **training.way.arguments,
         "gradient_checkpointing": checkpoints,
         "gradient_checkpointing_kwargs": dict(spec) if checkpoints else None,
     }
     yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in arguments.items() if value is not None)
+    program = "python" if training.ranks == 1 else f"torchrun --nproc-per-node {training.ranks}"
     lines = {
         **(_lines_of_model(training, model) if model else {}),
         "data_collator=DataCollatorWithFlattening()  # of transformers": training.packing and trainer != "sft",
-        "hf_ckpt.install(model)  # or start the script by: python -m hf_ckpt train.py": checkpoints,
+        f"hf_ckpt.install(model)  # or start the script by: {program} -m hf_ckpt train.py": checkpoints,
     }
     python = "\n".join(line for line, applies in lines.items() if applies)
     return {"Training arguments (YAML)": yaml, **({"With the model (Python)": python} if python else {})}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import MODEL, STEP, Question
-from hf_ckpt.forecast.ranks import Sharding
+from hf_ckpt.forecast.ranks import on_a_rank
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.models.blocks import find_blocks
@@ -64,6 +65,10 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     whole = _measure(model, training, device, FULL)
     tile = None if training.mlp == "whole" else training.mlp
     actions = tuple(dict.fromkeys([*planned_actions(tile=tile), *further]))
+    if not training.way.rebuilds:
+        actions = tuple(action for action in actions if action in (KEEP, FULL))
+        if set(further) - set(actions):
+            raise HfCkptError(f"{training.parallel} is planned for with `keep` and `full` only: use another spec.")
     step = _with_needs_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}
@@ -92,10 +97,10 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
         # A fused step reads and writes the state, and reads gradients and weights and writes these.
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
         head_tokens=training.head,
-        # FSDP2 frees the head's weight after its forward. Chunks are computed later, when the loss is called.
+        # FSDP frees the head's weight after its forward. Chunks are computed later, when the loss is called.
         chunks_help=whole.chunks_help and training.head == "whole" and not training.sharded,
     )
-    return Sharding(model, training).costs(costs) if training.sharded else costs
+    return on_a_rank(costs, model, training)
 
 
 def _with_needs_of(
@@ -183,16 +188,18 @@ def _forward_nanoseconds(calls: Iterable[CallCosts]) -> int:
 def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -> Static:
     """What is alive at every moment, before weights are split over ranks."""
     tensors = model.tensors
-    if training.sharded:  # shards have the type of the weights
-        element_bytes = DTYPES[training.dtype].itemsize
+    if training.way.states:  # shards have the type of the weights; DeepSpeed's optimizer updates float32 copies
+        element_bytes = 4 if training.way.deepspeed else DTYPES[training.dtype].itemsize
         tensors = tuple(tensor._replace(element_bytes=element_bytes) for tensor in tensors)
+    if training.way.flat:
+        tensors = tuple(tensor._replace(shape=(math.prod(tensor.shape),)) for tensor in tensors)
     state, temporary = optimizer_bytes(tensors, training.optimizer)
     # A second model as large as the first, with a copy in autocast's type that is alive during the forward.
     reference = nbytes(model.tensors) if training.trainer == "dpo" and training.lora is None else 0
     if reference and training.autocast_name:
         reference += nbytes(tensor._replace(element_bytes=2) for tensor in model.tensors if tensor.element_bytes > 2)
     gradients = nbytes(tensor for tensor in model.tensors if tensor.trainable)
-    copies = gradients if training.ranks > 1 and not training.sharded else 0  # in buckets of DDP
+    copies = gradients if training.ranks > 1 and not training.way.states else 0  # in buckets of DDP
     batch_bytes = sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
     return Static(
         parameters=nbytes(model.tensors) + reference,
@@ -222,7 +229,7 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
     uniform = FULL if action.tile is None else action
     plan = Plan(blocks.family, blocks.model, tuple((block, uniform) for block in blocks.blocks), head=training.head)
     try:
-        # Blocks run as under FSDP2: none may rebuild its input from parameters of another one.
+        # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
         with stay, temporarily(base, plan) as record, model.fake, fakes:

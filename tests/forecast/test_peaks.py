@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 if __name__ == "__main__":  # one rank, see `counted_on_ranks`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -224,8 +225,22 @@ def counted(name: str, plan: str, folder: Path) -> tuple[int, Plan]:
 
 @functools.cache
 def counted_on_ranks(folder: Path) -> list[dict[str, dict[str, int]]]:
-    """For each of two ranks under FSDP2, the peak of every row and plan. They share a launch, which takes long."""
+    """For each of two ranks the peak of every row and plan. They share a launch, which takes long."""
     return torchrun(__file__, folder)
+
+
+def sharded(model: Any, training: Training) -> Any:
+    """The model as ranks share it, block by block, as accelerate wraps it."""
+    blocks = hf_ckpt.find_blocks(model).modules.values()
+    if training["parallel"] == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=training.autocast)
+        for module in (*blocks, model):
+            fully_shard(module, reshard_after_forward=True, mp_policy=policy)
+        return model
+    wrap = ModuleWrapPolicy({type(block) for block in blocks})
+    policy = MixedPrecision(param_dtype=training.autocast)
+    options = {"use_orig_params": True, "device_id": torch.device("cpu"), "backward_prefetch": None}
+    return FullyShardedDataParallel(model, auto_wrap_policy=wrap, mixed_precision=policy, **options)
 
 
 def count_on_this_rank(folder: Path) -> None:
@@ -233,10 +248,9 @@ def count_on_this_rank(folder: Path) -> None:
     rows = {name: training for name, training in ROWS.items() if training["ranks"] is not None}
     peaks = {name: {} for name in rows}
     for (name, training), plan in itertools.product(rows.items(), PLANS):
-        model, policy = real_model(training, folder), MixedPrecisionPolicy(param_dtype=training.autocast)
+        model = real_model(training, folder)
         with_plan(model, training, plan)
-        for module in (*hf_ckpt.find_blocks(model).modules.values(), model):
-            fully_shard(module, reshard_after_forward=True, mp_policy=policy)
+        model = sharded(model, training)
         alone = dataclasses.replace(training, fields={**training.fields, "autocast": "none"})
         peaks[name][plan] = count(alone, model)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(peaks))
