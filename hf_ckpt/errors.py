@@ -49,7 +49,7 @@ class SpecError(HfCkptError, ValueError):
         self.problems = tuple(problems)
         self.source = source
         self.rest = rest
-        where = f" in {shown(source, quoted=False)}" if source else ""
+        where = f" ({shown(source, quoted=False)})" if source else ""
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} in the activation checkpointing spec{where}:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))

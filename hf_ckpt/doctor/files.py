@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class ConfigFiles:
     unknown: tuple[str, ...] = ()
     launch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The config of accelerate."""
+    unknown_to_accelerate: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Keys of its file that it does not have -> the keys that it has."""
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The config of DeepSpeed, if it is a file of its own."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -125,19 +128,23 @@ def split_by(key: str) -> str:
 def read_files(paths: Sequence[str | Path], model: Mapping[str, Any] | None = None) -> ConfigFiles:
     """Read training arguments, accelerate's config and DeepSpeed's, which are told apart by their keys.
 
-    Raises `HfCkptError` for a file that cannot be read or is the second of its kind.
+    Raises `HfCkptError` for each file that cannot be read or is the second of its kind.
     """
     parts: dict[str, Any] = {"model": model or {}}
     owners: dict[str, str] = {}
+    problems = []
     for path in map(str, paths):
         try:
             owner, part = _read_file(path)
         except (ValueError, TypeError, ImportError) as error:
-            raise HfCkptError(f"cannot read {path!r}: {reason_of(error)}.") from error
+            problems.append(f"cannot read {path!r}: {reason_of(error)}.")
+            continue
         if parts.keys() & part.keys():
-            raise HfCkptError(f"{path!r} is the second config of its kind: give one.")
+            problems.append(f"{path!r} is the second config of its kind: give one.")
         parts |= part
         owners[path] = owner.name
+    if problems:
+        raise HfCkptError("\n".join(problems))
     return ConfigFiles(**parts, owners=owners)
 
 
@@ -153,10 +160,7 @@ def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
     if owner.part == "engine":
         return owner, {"engine": written}
     if owner.part == "launch":
-        # accelerate's reader names keys that it does not know, and fills in defaults of the version that is installed.
-        from accelerate.commands.config.config_args import load_config_from_file
-
-        return owner, {"launch": load_config_from_file(path).to_dict()}
+        return owner, _read_launch(written)
     if owner.sections:  # its YAML has `none` and 0 for no value
         values = without_sections(written)
         written = {key: value for key, value in values.items() if str(value).lower() not in ("none", "0")}
@@ -167,6 +171,27 @@ def _read_file(path: str) -> tuple[Owner, dict[str, Any]]:
         raise ValueError(f"it has no key of a file of {names}; a model's config goes with --model")
     unknown = tuple(key for key in written if key not in readable)
     return owner, {"path": path, "owner": owner, "values": {**values, **written}, "unknown": unknown}
+
+
+def _read_launch(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return accelerate's config, with the defaults of the version that is installed, and the keys it does not have."""
+    from accelerate.commands.config import config_args
+
+    known = [
+        "fp16",  # of older versions
+        "dynamo_backend",
+        *(
+            field.name
+            for of in (config_args.ClusterConfig, config_args.SageMakerConfig)
+            for field in dataclasses.fields(of)
+        ),
+    ]
+    readable = {key: value for key, value in written.items() if key in known}
+    with tempfile.TemporaryDirectory() as folder:  # accelerate reads files only, and none with unknown keys
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(readable), encoding="utf-8")
+        config = config_args.load_config_from_file(str(path)).to_dict()
+    return {"launch": config, "unknown_to_accelerate": {key: known for key in written if key not in known}}
 
 
 def fields_of(files: ConfigFiles, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,6 +298,8 @@ def _shared(files: ConfigFiles) -> dict[str, Any]:
     if way not in WAYS:
         raise HfCkptError(f"{way} cannot be planned for, only {', '.join(WAYS)}.")
     ranks = files.launch.get("num_processes")
+    if ranks is not None and int(ranks) < 1:  # accelerate's default
+        ranks = None
     return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
 
 

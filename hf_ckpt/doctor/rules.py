@@ -105,8 +105,12 @@ def _misspelt(files: ConfigFiles) -> Texts:
         beside = [name for name in names if name.rpartition(".")[0] == section]
         elsewhere = [name for name in names if name.endswith(f".{key}")]  # without its section, or in a wrong one
         # So near that no key of an owner is called misspelt; tests/doctor/keys.yaml has hundreds of each.
-        for name in (elsewhere or difflib.get_close_matches(key, beside, cutoff=0.85))[:1]:
+        near = elsewhere or difflib.get_close_matches(key, beside, 1, cutoff=0.85)
+        for name in near[:1]:
             yield key, "unknown key; planning ignores it.", f"Did you mean {name}?"
+        if not near and not section:
+            for name in difflib.get_close_matches(key, SPEC_KEYS, 1, cutoff=0.85):
+                yield key, "unknown key; planning ignores it.", f"Did you mean {name}, under {files.kwargs_key}?"
     yield from _misspelt_in_deepspeed(files.deepspeed)
 
 
@@ -121,6 +125,12 @@ def _misspelt_in_deepspeed(config: Any) -> Texts:
         near = () if key in known else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
         for name in near:
             yield key, "unknown key of DeepSpeed.", f"Did you mean {name}?"
+
+
+def _launch_keys(files: ConfigFiles) -> Texts:
+    for key, names in files.unknown_to_accelerate.items():
+        near = difflib.get_close_matches(key, names, 1, cutoff=0.6)
+        yield key, "unknown key: accelerate refuses the file.", f"Did you mean {near[0]}?" if near else "Remove it."
 
 
 def _flag_off(files: ConfigFiles) -> Texts:
@@ -220,7 +230,7 @@ def _redrawn_dropout(files: ConfigFiles) -> Texts:
 
 
 RULES: dict[str, tuple[Callable[[ConfigFiles], Texts], ...]] = {
-    "error": (_spec, _spec_outside, _unread, _fsdp_offload, _redrawn_dropout),
+    "error": (_spec, _spec_outside, _unread, _launch_keys, _fsdp_offload, _redrawn_dropout),
     "warning": (_misspelt, _flag_off, _own_checkpointing, _splits, _deepspeed_block, _auto_batch),
     "note": (_adapter_layers,),
 }

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from hf_ckpt.errors import PlanMismatchError, SpecError, shown
+from hf_ckpt.errors import HfCkptError, PlanMismatchError, SpecError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action, lighter
 from hf_ckpt.spec.plan import Block, Plan
 from hf_ckpt.spec.reading import SAVING, Segments, did_you_mean, parse_layers
@@ -86,11 +86,13 @@ def parse_for(parse: Callable[[], Spec], plan_of: Callable[[Spec], object]) -> S
     try:
         return parse()
     except SpecError as error:
-        if error.rest is not None and error.rest.plan is None:
+        if error.rest is not None:
             try:
                 plan_of(error.rest)
             except SpecError as missing:
                 raise SpecError([*error.problems, *missing.problems], error.source) from None
+            except HfCkptError as missing:  # the saved plan cannot be read, or is for another model
+                raise SpecError([*error.problems, f"`plan`: {missing}"], error.source) from None
         raise
 
 

@@ -61,6 +61,14 @@ class Rule:
         return values | ({"save": list(self.save)} if self.save else {})
 
 
+class PartlyWrong(ValueError):
+    """A value with several parts has faults. `rest` is the value of the other parts, which is checked further."""
+
+    def __init__(self, message: str, rest: Any) -> None:
+        self.rest = rest
+        super().__init__(message)
+
+
 def _must_be(wanted: str, value: object, hint: str = "") -> ValueError:
     return ValueError(f"must be {wanted}, but is {shown(value)} instead{hint}")
 
@@ -87,12 +95,15 @@ def similar(key: object, names: Iterable[Any], most: int = 2) -> list[str]:
 
 
 def read_keys(
-    written: Mapping[Any, Any], readers: Mapping[str, Reader], reasons: Mapping[str, str] | None = None
+    written: Mapping[Any, Any],
+    readers: Mapping[str, Reader],
+    reasons: Mapping[str, str] | None = None,
+    of: str = "the spec",
 ) -> tuple[dict[str, Any], list[str]]:
     """Read each value of a mapping by the reader of its key.
 
     Returns key -> value, and a sentence for each key that is unknown or whose value is invalid. `reasons` continue the
-    sentence about keys that people know from elsewhere.
+    sentence about keys that people know from elsewhere; `of` is what has the keys.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -101,11 +112,13 @@ def read_keys(
             try:
                 values[key] = readers[key](value)
             except ValueError as error:
-                problems.append(f"`{key}` {error}.".replace("?.", "?"))
+                if isinstance(error, PartlyWrong):
+                    values[key] = error.rest
+                problems.append(f"`{key}` {error}.".replace("?.", "?").replace("?,", "?"))
         else:
             near = " or ".join(f"`{name}`" for name in similar(key, readers))
             hint = f"did you mean {near}?" if near else f"known: {', '.join(readers)}."
-            usual = f"is not a key of the spec; {hint}"
+            usual = f"is not a key of {of}; {hint}"
             problems.append(f"`{shown(key, 60, quoted=False)}` {(reasons or {}).get(key, usual)}")
     return values, problems
 
@@ -183,7 +196,9 @@ def _for_stacks(read: Reader) -> Reader:
             raise ValueError("must name at least one stack, but is empty")
         values, problems = read_keys(value, dict.fromkeys(value, read))
         if problems:
-            raise ValueError(f"for each stack: {' '.join(problems)}".rstrip("."))
+            right = tuple((str(stack), each) for stack, each in values.items())
+            message = f"for each stack: {' '.join(problems)}".rstrip(".")
+            raise PartlyWrong(message, right) if right else ValueError(message)
         return tuple((str(stack), each) for stack, each in values.items())
 
     return read_all
@@ -214,16 +229,16 @@ def _read_rules(value: Any) -> tuple[Rule, ...]:
     numbered = {f"[{number}]": rule for number, rule in enumerate(value)}
     rules, problems = read_keys(numbered, dict.fromkeys(numbered, _read_rule))
     if problems:
-        raise ValueError(" ".join(problems).rstrip("."))
+        raise PartlyWrong(" ".join(problems).rstrip("."), tuple(rules.values()))
     return tuple(rules.values())
 
 
 def _read_rule(written: Any) -> Rule:
     if not isinstance(written, Mapping):
-        raise _must_be("a mapping", written)
-    values, problems = read_keys(written, RULE_READERS)
+        raise PartlyWrong(str(_must_be("a mapping", written)), Rule("none"))
+    values, problems = read_keys(written, RULE_READERS, of="a rule")
     policy = values.get("policy")
-    if "policy" not in written:
+    if "policy" not in written and not any("`policy`" in problem for problem in problems):  # not misspelt, either
         problems.append("needs `policy`")
     if written.get("layers") is None and written.get("stack") is None:  # else it would be the policy of the spec
         problems.append("needs `layers` or `stack`")
@@ -236,7 +251,9 @@ def _read_rule(written: Any) -> Rule:
         listed = " or ".join(f"`policy: {name}`" for name in SEGMENTED)
         problems.append(f"`segments` goes with {listed}, but policy is {policy!r}")
     if problems:
-        raise ValueError(", and ".join(problem.rstrip(".") for problem in problems))
+        # The places of other rules in the list stay, and the blocks of this one are looked for.
+        rest = Rule(**{"policy": "none", **values})
+        raise PartlyWrong(", and ".join(problem.rstrip(".") for problem in problems), rest)
     return Rule(**values)
 
 

@@ -179,34 +179,38 @@ def _from_text(text_or_path: str | Path) -> Spec:
     if text in POLICIES:
         return Spec.parse({"policy": text})
     is_file = os.path.isfile(text)
+    problems: list[str] = []
     try:
         if text.startswith("{"):
             values = parse_values(text, only_json=True)
         elif "=" in text and not is_file:  # a file may be called so, too
-            values = without_repeats([_read_word(word) for word in text.split()])
+            words = text.split()
+            problems = [
+                f"words must look like key=value, but {shown(word)} does not." for word in words if "=" not in word
+            ]
+            values = without_repeats([_read_word(word) for word in words if "=" in word])
         else:
             values = read_values(text)
     except ValueError as error:
         hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
         raise SpecError([f"cannot read {shown(text)}: {error}{'' if is_file else hint}"]) from error
-    return _from_mapping(values, text)
+    return _from_mapping(values, text, problems)
 
 
 def _read_word(word: str) -> tuple[str, Any]:
     """Read a word such as "layers=0-3", whose value is YAML. Raises `ValueError`."""
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise ValueError(f"words must look like key=value, but {shown(key)} does not")
+    key, _, value = word.partition("=")
     return key, parse_values(value)
 
 
-def _from_mapping(written: Any, source: str | None) -> Spec:
-    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems."""
+def _from_mapping(written: Any, source: str | None, before: Iterable[str] = ()) -> Spec:
+    """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems and those `before`."""
     if not isinstance(written, Mapping):
         raise SpecError(
             [f"a spec must be a mapping of keys, but is {type(written).__name__} instead: {shown(written)}"], source
         )
     values, problems = read_keys(written, READERS, _FOREIGN_KEYS)
+    problems = [*before, *problems]
     if isinstance(values.get("policy"), tuple):
         values |= _of_stacks(values["policy"], values.get("rules", ()))
     if "policy" not in written:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ckpt.errors import PlanMismatchError, SpecError
-from hf_ckpt.planner.policies import fit_plan, in_segments, make_plan
+from hf_ckpt.planner.policies import fit_plan, in_segments, make_plan, parse_for
 from hf_ckpt.spec.actions import FULL, KEEP
 from hf_ckpt.spec.description import Description
 from hf_ckpt.spec.plan import Block, Plan
@@ -133,6 +133,21 @@ def test_every_problem_of_a_spec_with_a_model_is_named_at_once():
     ]
     with pytest.raises(SpecError, match=r"`policy` or `rules` names the stack 'decodr'.* did you mean 'decoder'\?"):
         plan_for({"policy": {"decodr": "full"}}, encoder=3, decoder=3)
+
+
+def test_what_is_right_in_a_faulty_value_is_checked_with_the_model():
+    rules = [{"layers": "8", "polcy": "full"}, {"layers": "9", "policy": "full"}, "full"]
+    spec = {"rules": rules, "layers": {"encoder": "7", "decoder": "x"}, "head": -1}
+    with pytest.raises(SpecError) as caught:
+        parse_for(lambda: Spec.parse(spec), lambda rest: make_plan(rest, blocks(encoder=3, decoder=3), "t5", "T5"))
+    text = str(caught.value)
+    assert text.startswith("8 problems")
+    for words in ("`[0]` `polcy` is not a key of a rule", "`[2]` must be", "`decoder` must be", "`head` must be"):
+        assert words in text
+    for words in ("`layers` names 7", "`rules`[0] names 8", "`rules`[1] names 9"):
+        assert f"{words}, but stack 'encoder' has blocks 0 to 2" in text
+    with pytest.raises(SpecError, match=r"(?s)2 problems.*`head` must be.*`plan`: cannot read a plan from 'none.json'"):
+        parse_for(lambda: Spec.parse({"plan": "none.json", "head": -1}), lambda rest: make_plan(rest, [], "t5", "T5"))
 
 
 def test_a_plan_for_another_model_is_refused():

@@ -73,3 +73,5 @@ def test_every_problem_is_named_at_once():
     assert text.startswith("6 problems in the activation checkpointing spec:\n")  # and nothing that follows from these
     of_rules = ("`[0]` `layers` must be a list", "and needs `policy`", "`[1]` `policy` must be one of")
     assert [part for part in (*(f"`{key}`" for key in wrong), "`context_fn`", *of_rules) if part not in text] == []
+    with pytest.raises(SpecError, match=r"(?s)3 problems.*'a' does not.*'b' does not.*`polcy` is not a key"):
+        Spec.parse("a policy=full b polcy=full")
