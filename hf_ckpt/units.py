@@ -18,9 +18,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
 # Not a size: there are no half bytes. Python writes a small share as 5e-05.
 _SHARE = re.compile(r"\s*(\d*\.\d+(?:[eE]-\d+)?|\d+[eE]-\d+|\d+(?=\s*%))\s*(%?)\s*")
 GIB = 2**30
-DEFAULT_SHARE = 0.9
-"""Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use if no budget is given. The rest is for
-memory that no tensor holds, such as gaps between blocks of the allocator."""
+RESERVED = 1.12, 1.24
+"""Bytes that torch's allocator reserved, as multiples of those of tensors: the least and the most of published runs
+that report both, which had no expandable segments (docs/comparison.md)."""
+# The least, not the most: that would leave a fifth of each card unused, also where all batches have one length, and
+# expandable segments need a few percent. Where the most would not fit, an answer has a note.
+DEFAULT_SHARE = round(1 / RESERVED[0], 1)
+"""Share of the device's memory that `auto`, `hf-ckpt plan` and `predict` use if no budget is given: 0.9. The rest is
+for memory that no tensor holds, such as gaps between blocks of the allocator."""
 
 
 class UnitError(HfCkptError, ValueError):

@@ -88,7 +88,7 @@ def _shown(value: Any) -> Any:
 
 def _parts_of(forecast: Forecast, training: Question) -> list[Any]:
     """Return the updates of the answer, the figure, what to copy, and the rows."""
-    text = "\n\n".join([f"## {forecast.verdict}", forecast.assumed, *forecast.notes])
+    text = "\n\n".join([f"## {forecast.verdict}", forecast.assumed, *forecast.left, *forecast.notes])
     # If nothing fits, the figure shows the lowest peak, which is of more help than none.
     drawn = forecast.within(_budgets_of(forecast)[0]) if forecast.frontier and not forecast.plan else forecast
     figure = figure_of(drawn) if drawn.plan else None

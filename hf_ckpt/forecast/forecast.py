@@ -22,7 +22,17 @@ from hf_ckpt.forecast.model import OF_LIVE, ShallowModel, fields_of_live, kv_byt
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_device, question
 from hf_ckpt.forecast.ranks import sent_bytes
-from hf_ckpt.forecast.result import Forecast, Row, assumed_of, notes_on_allocator, spec_of, to_write, verdict_of
+from hf_ckpt.forecast.result import (
+    Forecast,
+    Row,
+    allocator_bytes_of,
+    assumed_of,
+    left_of,
+    notes_on_allocator,
+    spec_of,
+    to_write,
+    verdict_of,
+)
 from hf_ckpt.forecast.run import costs_of_model
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
@@ -283,6 +293,8 @@ class Forecaster:
             budget_bytes=limit,
             floor_bytes=min(self._frontier),
             parts={**parts, **dict(moving)},
+            allocator_bytes=allocator_bytes_of(self.device, row),
+            left=left_of(self.device, row),
             notes=(
                 *costs.notes,
                 *self._notes_beside(costs),

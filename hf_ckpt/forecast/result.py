@@ -15,7 +15,7 @@ from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.optimizers import training_arguments
 from hf_ckpt.forecast.question import OF_THE_PLAN, Question, command_of
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.units import GIB, exact_size, format_bytes, format_seconds
+from hf_ckpt.units import GIB, RESERVED, budget_bytes, exact_size, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,11 +26,8 @@ HEADS = ("way to train it", "options to set", "peak", "step", "tokens/s", "fits"
 """Columns of the table of rows."""
 NONE = {"policy": "none"}
 """The spec without checkpointing."""
-
-
-RESERVED = 1.12, 1.24
-"""Bytes that torch's allocator reserved, as multiples of those of tensors: the least and the most of published runs
-that report both, which had no expandable segments (docs/comparison.md)."""
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""What makes torch's allocator reserve only a few percent more than tensors need."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +74,11 @@ class Forecast:
     """The lowest peak of any plan."""
     parts: Mapping[str, int]
     """What fills the peak: name -> bytes. They add up to `peak_bytes`."""
+    allocator_bytes: tuple[int, int]
+    """What to leave for the allocator beside the peak: the least and the most of published runs. No part of what fits;
+    zeros on a CPU."""
+    left: tuple[str, ...]
+    """What the peak leaves of the device, and what of it is for the allocator, in lines; none if it does not fit."""
     notes: tuple[str, ...]
     """What else to know."""
     others: tuple[Row, ...]
@@ -152,6 +154,8 @@ class Forecast:
             "budget_bytes": self.budget_bytes,
             "floor_bytes": self.floor_bytes,
             "parts": dict(self.parts),
+            "allocator_bytes": list(self.allocator_bytes),
+            "left": list(self.left),
             "notes": list(self.notes),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "frontier": [dataclasses.asdict(row) for row in self.frontier],
@@ -185,7 +189,8 @@ def print_plan(forecast: Forecast, console: Console) -> None:
     if forecast.plan:
         lines += ["", str(forecast.plan)]
     parts = [f"  {format_bytes(size):>10}  {name}" for name, size in forecast.parts.items() if size]
-    lines += ["", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts, ""]
+    lines += ["", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts]
+    lines += [*forecast.left, ""]
     print_plain(console, *lines)
     console.file.flush()  # to a pipe, too: the rows may take longer
 
@@ -244,15 +249,36 @@ def verdict_of(training: Question, device: Device, row: Row, budget_bytes: int, 
     return f"Does not fit: {needs}. The budget is {budget} GiB, and {name} has {memory}."
 
 
+def allocator_bytes_of(device: Device, row: Row) -> tuple[int, int]:
+    """What torch's allocator may reserve beside the tensors of a row: the least and the most of published runs."""
+    if device.memory_bytes is None:
+        return 0, 0
+    least, most = (round((share - 1) * row.peak_bytes) for share in RESERVED)
+    return least, most
+
+
+def left_of(device: Device, row: Row) -> tuple[str, ...]:
+    """What the peak of a row leaves of the device, and what of it is for the allocator, in lines."""
+    if device.memory_bytes is None or not row.fits:
+        return ()
+    least, most = map(format_bytes, allocator_bytes_of(device, row))
+    least_share, most_share = (share - 1 for share in RESERVED)
+    memory = device.memory_bytes
+    spared = format_bytes(memory - budget_bytes(None, memory))
+    return (
+        f"left of {format_bytes(memory)}: {format_bytes(memory - row.peak_bytes)}; `auto` leaves {spared}",
+        f"  of it for the allocator: {least} to {most}, {least_share:.0%} to {most_share:.0%} of the peak in published "
+        f"runs; a few percent with {EXPANDABLE}, which helps where lengths vary",
+    )
+
+
 def notes_on_allocator(device: Device, row: Row) -> Iterator[str]:
     """A note on fragmentation, if the plan of a row fits, but perhaps not with what the allocator adds to tensors."""
-    least, most = (share * row.peak_bytes for share in RESERVED)
-    least_share, most_share = (share - 1 for share in RESERVED)
+    least, most = (row.peak_bytes + more for more in allocator_bytes_of(device, row))
     if device.memory_bytes is not None and row.fits and most > device.memory_bytes:
         yield (
-            f"in published runs, torch's allocator reserved {least_share:.0%} to {most_share:.0%} more than tensors "
-            f"need, here {format_bytes(round(least))} to {format_bytes(round(most))}: where lengths vary, set "
-            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or --budget {int(100 / RESERVED[1])}%"
+            f"with what torch's allocator may add, this needs {format_bytes(least)} to {format_bytes(most)}: where "
+            f"lengths vary, set {EXPANDABLE}, or --budget {int(100 / RESERVED[1])}%"
         )
 
 

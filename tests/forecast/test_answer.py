@@ -29,7 +29,7 @@ from hf_ckpt.forecast.result import Row, notes_on_allocator, print_forecast
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import GIB, format_bytes, parse_bytes
+from hf_ckpt.units import DEFAULT_SHARE, GIB, RESERVED, format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = table(__file__, "answers.yaml")
@@ -111,6 +111,7 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, ca
     assert len(forecaster._costs) > 1
     print_forecast(forecast, make_console())
     printed = capsys.readouterr().out
+    assert ("of it for the allocator: " in printed) == forecast.fits
     headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
     headings = ["Fits: ", "ways to train it", "plan with host memory"] if forecast.fits else headings
     assert [printed.index(heading) for heading in headings] == sorted(printed.index(heading) for heading in headings)
@@ -462,6 +463,25 @@ def test_the_reference_pass_of_dpo_takes_time():
     asked = {"tokens": 64, "lora": 4, "device": "cpu"}
     sft, dpo = hf_ckpt.predict(config, 2, trainer="sft", **asked), hf_ckpt.predict(config, 1, trainer="dpo", **asked)
     assert 1.1 < dpo.step_seconds / sft.step_seconds < 1.5
+
+
+def test_an_answer_says_what_to_leave_for_the_allocator():
+    """It is no part of what fits. `auto` leaves the least of the two, rounded."""
+    asked = {"model": "mini-llama", "tokens": 64}
+    found = hf_ckpt.predict(**asked, device="t4")
+    memory = device_named("t4").memory_bytes
+    assert found.allocator_bytes == (round(0.12 * found.peak_bytes), round(0.24 * found.peak_bytes))
+    assert sum(found.parts.values()) == found.peak_bytes
+    assert found.budget_bytes == round(DEFAULT_SHARE * memory) == round(0.9 * memory)
+    assert abs(1 / DEFAULT_SHARE - RESERVED[0]) < 0.01
+    first, second = found.left
+    assert first.endswith(f"{format_bytes(memory - found.peak_bytes)}; `auto` leaves {format_bytes(0.1 * memory)}")
+    least, most = map(format_bytes, found.allocator_bytes)
+    assert f"of it for the allocator: {least} to {most}, 12% to 24% of the peak" in second
+    assert "expandable_segments:True" in second
+    assert found.to_dict()["allocator_bytes"] == [*found.allocator_bytes]
+    on_cpu = hf_ckpt.predict(**asked, device="cpu", budget="1GiB")
+    assert (on_cpu.allocator_bytes, on_cpu.left) == ((0, 0), ())
 
 
 @pytest.mark.parametrize(("peak", "budget", "is_said"), [(12.0, 13.0, True), (11.7, 13.0, False), (13.5, 13.0, False)])
