@@ -17,15 +17,23 @@ import torch
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, View, read
+from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, Strides, Value, View, read, strides_of
+from hf_ckpt.engines.seen import Kept
 
 LINEAR = "linear"
 ATTENTION = "attention"
 """The classes of operations that `save` may name. They are expensive to run again."""
-REDUCTION = "reduction"
-"""The class of operations that add in the order of memory, and so need operands with the strides of the forward."""
 VIEW = "view"
 """The class of operations that return a view of their operand."""
+COPY = "copy"
+CAST = "cast"
+"""The classes of operations that may change the memory format, which their nodes do not show."""
+INDEX = "index"
+DROPOUT = "dropout"
+EXACT = "pointwise"
+"""The class of operations on single elements whose results are the nearest numbers, in whatever order they run."""
+_KEEPS_CONTIGUOUS = ("activation", EXACT, "reduction")
+"""Classes of operations whose results are contiguous if their operands are."""
 
 Function = Callable[..., torch.Tensor]
 """An operation. It is called with its operands."""
@@ -118,21 +126,78 @@ def _contiguous_copy(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def has_its_strides(value: Any, visited: set[int] | None = None) -> bool:
-    """Whether a value is rebuilt with the strides of the forward. A copy may have others, unless autograd saved it.
+_MAKE_CONTIGUOUS = frozenset({"UnsafeViewBackward0", "SoftmaxBackward0", "SafeSoftmaxBackward0"})
+"""Nodes of results that are contiguous: of a copy in `reshape`, of a product, and of kernels that first copy an operand
+which is not."""
 
-    Args:
-        value: the value.
-        visited: ids of values that were visited already. Without it, a sum whose operands share theirs, which are sums
-            again, would take a time exponential in the length of the chain.
+
+def _has_one_format(node: Any, number: int) -> bool:
+    """Whether a copy of a contiguous tensor is contiguous: those of four and five dimensions may be `channels_last`."""
+    return len(node._input_metadata[number].shape) not in (4, 5)
+
+
+def strides_of_result(row: Op, node: Any, number: int, operands: Sequence[Value]) -> Strides:
+    """Return what is known of the strides of what an operation returns, from those of its operands."""
+    known = min(map(strides_of, operands))
+    if node.name() in _MAKE_CONTIGUOUS:
+        return Strides.CONTIGUOUS
+    if row.op_class in (COPY, CAST):
+        is_known = known is Strides.CONTIGUOUS and _has_one_format(node, number)
+        return Strides.CONTIGUOUS if is_known else Strides.UNKNOWN
+    if row.op_class == LINEAR:
+        return Strides.CONTIGUOUS
+    if row.op_class in _KEEPS_CONTIGUOUS or row.prepare is _view:
+        return known
+    return min(known, Strides.SAME)
+
+
+def rounds_by_strides(row: Op, node: Any, number: int) -> bool:
+    """Whether operands with other strides could change the last bits of a result.
+
+    Reductions add in the order of memory, libraries choose kernels for products by strides, and where elements are not
+    side by side, a CPU computes functions such as `exp` one by one, which rounds otherwise than vectors of them.
     """
-    if type(value) is View:
-        return has_its_strides(value.of, visited)
-    visited = set() if visited is None else visited
-    if type(value) is not Rebuilt or value.layout is not None or id(value) in visited:
+    if row.op_class in (CAST, COPY, INDEX, VIEW, DROPOUT) or node.name() in _MAKE_CONTIGUOUS:
+        return False
+    if row.op_class != EXACT:
         return True
-    visited.add(id(value))
-    return value.operation is not _contiguous_copy and all(has_its_strides(each, visited) for each in value.operands)
+    # Other pointwise operations are exact, but for sums with a factor and products of complex numbers.
+    is_exact = getattr(node, "_saved_alpha", 1) == 1 and not node._input_metadata[number].dtype.is_complex
+    return not is_exact
+
+
+def has_one_layout(value: Value) -> bool:
+    """Whether all memory formats that a copy may have had give the value the same strides, or views would fail."""
+    with torch.no_grad(), compat.torch.unseen_by_modes():
+        layouts = _layouts(value)
+    return bool(layouts) and len({tensor.stride() for tensor in layouts}) == 1
+
+
+def _layouts(value: Value) -> list[torch.Tensor]:
+    """Return tensors without memory that have all layouts that a value may have had; none if these are not known.
+
+    The first has the one that it is rebuilt with.
+    """
+    if isinstance(value, Kept):
+        return [torch.empty_strided(value.tensor.size(), value.tensor.stride(), device="meta")]
+    if isinstance(value, View):
+        views = [(tensor, value.operation(tensor)) for tensor in _layouts(value.of)]
+        are_views = [view.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor, view in views]
+        if False in are_views[:1]:
+            return []  # it is rebuilt with this layout, which the forward cannot have had
+        return [view for (_, view), is_view in zip(views, are_views, strict=True) if is_view]
+    if not isinstance(value, Rebuilt):
+        return []
+    if value.layout is not None:
+        return [torch.empty_strided(*value.layout[:2], device="meta")]
+    if value.operation is not _contiguous_copy:
+        return []
+    layouts = []
+    for tensor in _layouts(value.operands[0]):
+        formats = [torch.contiguous_format, torch.preserve_format]
+        formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(tensor.dim(), [])
+        layouts += [torch.empty_like(tensor, memory_format=each) for each in formats]
+    return layouts
 
 
 def _cast(node: Any, metadata: Any) -> Function | None:
@@ -327,14 +392,14 @@ UNARY = {
     "HardswishBackward0": _plainly(functional.hardswish),
     "ClampBackward1": _with(torch.clamp, "min", "max"),
     "ClampMinBackward0": _with(torch.clamp_min, "min"),
+    "PowBackward0": _with(torch.pow, "exponent"),
+    "RsqrtBackward0": _plainly(torch.rsqrt),
 }
 POINTWISE = {
     "MulBackward0": _plainly(torch.mul),
     "MulBackward1": _with(torch.ops.aten.mul.Scalar, "other"),
     "DivBackward0": _plainly(torch.div),
     "NegBackward0": _plainly(torch.neg),
-    "PowBackward0": _with(torch.pow, "exponent"),
-    "RsqrtBackward0": _plainly(torch.rsqrt),
     "SqrtBackward0": _plainly(torch.sqrt),
     "AbsBackward0": _plainly(torch.abs),
     "AddBackward0": _scaled(torch.add),
@@ -357,16 +422,16 @@ PARTS = {"SplitBackward0": _split, "SplitWithSizesBackward0": _split_with_sizes,
 
 OPS: dict[str, Op] = {
     **{name: Op("activation", prepare) for name, prepare in UNARY.items()},
-    **{name: Op("pointwise", _typed(prepare), ("self", "other")) for name, prepare in POINTWISE.items()},
+    **{name: Op(EXACT, _typed(prepare), ("self", "other")) for name, prepare in POINTWISE.items()},
     **{name: Op(VIEW, prepare) for name, prepare in VIEWS.items()},
     **{name: Op(VIEW, prepare, several=True) for name, prepare in PARTS.items()},
-    "ToCopyBackward0": Op("cast", _cast),
-    # The node does not say which memory format was wanted; `Rebuilt.value` restores other strides.
-    "CloneBackward0": Op("copy", _plainly(_contiguous_copy)),
-    "CatBackward0": Op("copy", _cat),
-    "IndexBackward0": Op("copy", _index, reads_tensors=True),
-    "MeanBackward1": Op(REDUCTION, _mean),
-    "NativeDropoutBackward0": Op("dropout", _native_dropout, extra=("result1",)),
+    "ToCopyBackward0": Op(CAST, _cast),
+    # `Layout.of` restores other strides, if autograd has saved the copy.
+    "CloneBackward0": Op(COPY, _plainly(_contiguous_copy)),
+    "CatBackward0": Op(INDEX, _cat),
+    "IndexBackward0": Op(INDEX, _index, reads_tensors=True),
+    "MeanBackward1": Op("reduction", _mean),
+    "NativeDropoutBackward0": Op(DROPOUT, _native_dropout, extra=("result1",)),
     "EmbeddingBackward0": Op("embedding", _embedding, reads_tensors=True),
     "MmBackward0": Op(LINEAR, _plainly(torch.mm), ("self", "mat2")),
     # The node does not save its input 0, the bias.

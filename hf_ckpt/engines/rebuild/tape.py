@@ -21,8 +21,29 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild import masks
-from hf_ckpt.engines.rebuild.ops import ATTENTION, LINEAR, REDUCTION, VIEW, Op, has_its_strides
-from hf_ckpt.engines.rebuild.values import Inside, Layout, Rebuilt, Replay, Stored, Value, View, Work, read
+from hf_ckpt.engines.rebuild.ops import (
+    ATTENTION,
+    LINEAR,
+    VIEW,
+    Op,
+    has_one_layout,
+    rounds_by_strides,
+    strides_of_result,
+)
+from hf_ckpt.engines.rebuild.values import (
+    Inside,
+    Rebuilt,
+    Replay,
+    Stored,
+    Strides,
+    Value,
+    View,
+    Work,
+    fix_strides,
+    layout_of,
+    read,
+    strides_of,
+)
 from hf_ckpt.engines.seen import Kept, Seen, version_of
 from hf_ckpt.logs import warn_once
 
@@ -83,8 +104,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         tape.gathered += [weight.untyped_storage() for weight in module._parameters.values() if weight is not None]
     if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
         source = tape.value_of(args[0])
-        if type(source) is not Kept and not has_its_strides(source):
-            return
+        fix_strides(source, args[0])
         tape.replay = Replay(tape.work, module, source, args[0], stay=tape.region.parameters_stay)
 
 
@@ -97,7 +117,8 @@ def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     tape.replay = None
     # If it saved nothing, other hooks packed what it saved, and it would save more when it is run again.
     if isinstance(output, torch.Tensor) and output.grad_fn is not None and replay.saved:
-        tape.values[output.grad_fn, output.output_nr] = Rebuilt(tape.work, replay, [])
+        rebuilt = tape.values[output.grad_fn, output.output_nr] = Rebuilt(tape.work, replay, [])
+        rebuilt.layout = layout_of(output)
 
 
 class Tape:
@@ -169,7 +190,8 @@ class Tape:
             # need not be kept, too. Unless a hook has changed it since, or parameters are sharded: the backward of this
             # block finds none of the norm.
             if region.parameters_stay and replay is not None and not arg._version:
-                self.values[edge] = Rebuilt(self.work, replay, [])
+                rebuilt = self.values[edge] = Rebuilt(self.work, replay, [])
+                rebuilt.layout = layout_of(arg)
             else:
                 self.inputs[edge] = Seen(arg)
 
@@ -230,7 +252,9 @@ class Tape:
         if type(root) is Rebuilt:
             self.dropped += 1
             if value is root:
-                root.layout = Layout(tensor.size(), tensor.stride(), tensor.dtype)
+                root.layout = layout_of(tensor)
+            else:
+                fix_strides(value, tensor)
         return value
 
     def see_freed(self, following: int) -> None:
@@ -277,6 +301,10 @@ class Tape:
             self.values[edge] = value
             return value
         value = self.resolve(edge) or self._small(edge, tensor)
+        if base is not None and base.grad_fn is not None:
+            whole = self.values.get((base.grad_fn, base.output_nr))
+            if whole is not None:
+                fix_strides(whole, base)
         if value is None and base is not None and base.grad_fn is not None:
             # An adapter's input, for example: a view, in float32, of hidden states in 16 bits.
             small = self._small((base.grad_fn, base.output_nr), base)
@@ -301,7 +329,7 @@ class Tape:
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
             return None
         # The view is taken by strides, so the rebuilt base must have those of the forward.
-        value.layout = value.layout or Layout(base.size(), base.stride(), base.dtype)
+        value.layout = value.layout or layout_of(base)
         size = tensor.size()
         stride = tensor.stride()
         offset = tensor.storage_offset() - base.storage_offset()
@@ -368,7 +396,9 @@ class Tape:
             if operand is None:
                 return None
             operands.append(operand)
-        if row.op_class == REDUCTION and not all(map(has_its_strides, operands)):
+        strides = strides_of_result(row, node, number, operands)
+        is_unknown = Strides.UNKNOWN in map(strides_of, operands) and rounds_by_strides(row, node, number)
+        if is_unknown and not (row.op_class == LINEAR and all(map(has_one_layout, operands))):
             return None
         metadata = node._input_metadata[number]
         # Constants are read now, because a value must not hold the node: it may be saved by that very node.
@@ -376,10 +406,10 @@ class Tape:
         if operation is None:
             return None
         if row.op_class == VIEW:
-            return View(operands[0], operation)  # takes no memory, so it is not cached
+            return View(operands[0], operation, strides)  # takes no memory, so it is not cached
         if row.op_class in (LINEAR, ATTENTION):  # switches of the process choose their kernels
             operation = functools.partial(compat.process_state.Switches().run, operation)
-        return Rebuilt(self.work, operation, operands)
+        return Rebuilt(self.work, operation, operands, strides)
 
     def _saved_operand(self, node: Any, name: str) -> Value | None:
         """Return the value of a tensor without a graph that a node has saved under a name; None if there is none."""
@@ -417,7 +447,7 @@ class Tape:
             small = self.kept(tensor.detach().to(dtype))
         # Not `small` itself: a view of what is kept is kept as it is (`_view_of`), and that would hold the memory of
         # the tensor before the cast, which is free to go.
-        self.values[source] = Rebuilt(self.work, torch.Tensor.detach, [small])
+        self.values[source] = Rebuilt(self.work, torch.Tensor.detach, [small], Strides.UNKNOWN)
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value
 

@@ -18,6 +18,7 @@ backward frees everything.
 from __future__ import annotations
 
 import contextlib
+import enum
 import operator
 import threading
 from collections.abc import Callable
@@ -128,6 +129,45 @@ class Layout(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_contiguous: bool
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a rebuilt tensor with these strides."""
+        if tensor.stride() == self.stride:
+            return tensor
+        return torch.empty_strided(*self[:2], dtype=self.dtype, device=tensor.device).copy_(tensor)
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout of a tensor of the forward."""
+    return Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.is_contiguous())
+
+
+class Strides(enum.IntEnum):
+    """What is known of the strides that a value is rebuilt with. The least of several holds for all of them."""
+
+    UNKNOWN = 0
+    """The forward may have had others: no node of autograd shows the memory format of a copy."""
+    SAME = 1
+    """They are those of the forward."""
+    CONTIGUOUS = 2
+    """They are those of the forward, which are contiguous."""
+
+
+def strides_of(value: Value) -> Strides:
+    """Return what is known of the strides of a value while the forward of its block runs."""
+    if isinstance(value, (Rebuilt, View)):
+        if value.layout is None:
+            return value.strides
+        return Strides.CONTIGUOUS if value.layout.is_contiguous else Strides.SAME
+    seen = value if isinstance(value, Kept) else value.original
+    return Strides.CONTIGUOUS if seen is not None and seen.tensor.is_contiguous() else Strides.SAME
+
+
+def fix_strides(value: Value, tensor: torch.Tensor) -> None:
+    """Note the strides of the forward's tensor, if those of its value are unknown."""
+    if isinstance(value, (Rebuilt, View)) and value.layout is None and value.strides is Strides.UNKNOWN:
+        value.layout = layout_of(tensor)
 
 
 class Rebuilt(_Shared):
@@ -137,12 +177,20 @@ class Rebuilt(_Shared):
         work: counts the rebuilding.
         operation: computes the tensor from the operands' tensors.
         operands: values of the operands.
+        strides: what is known of its strides without `layout`.
     """
 
-    __slots__ = ("layout", "operands", "operation", "work")
+    __slots__ = ("layout", "operands", "operation", "strides", "work")
 
-    def __init__(self, work: Work, operation: Callable[..., torch.Tensor], operands: list[Value]) -> None:
+    def __init__(
+        self,
+        work: Work,
+        operation: Callable[..., torch.Tensor],
+        operands: list[Value],
+        strides: Strides = Strides.SAME,
+    ) -> None:
         super().__init__()
+        self.strides = strides
         self.work = work
         self.operation = operation
         self.operands = operands
@@ -182,9 +230,7 @@ class Rebuilt(_Shared):
                 )
             # Operations choose strides by those of their operands, and a rebuilt operand may have others than in the
             # forward. Views of this tensor are taken by its strides in the forward, see `Tape._view_of`.
-            if tensor.stride() != layout.stride:
-                like = torch.empty_strided(*layout[:2], dtype=layout.dtype, device=tensor.device)
-                tensor = like.copy_(tensor)
+            tensor = layout.of(tensor)
         if self.left > 1:  # the last use need not keep it
             self.cached = tensor
         return tensor
@@ -193,17 +239,21 @@ class Rebuilt(_Shared):
 class View:
     """A view of another value."""
 
-    __slots__ = ("of", "operation", "root")
+    __slots__ = ("layout", "of", "operation", "root", "strides")
 
-    def __init__(self, of: Value, operation: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, of: Value, operation: Callable[..., torch.Tensor], strides: Strides = Strides.SAME) -> None:
         self.of = of
+        self.strides = strides
+        self.layout: Layout | None = None
+        """What the view must have; None if nothing saved it, and if it has the strides of the forward anyway."""
         self.operation = operation
         self.root: Stored | Rebuilt | None = of.root
         """The value at the end of a chain of views, whose uses are counted; None if that is a kept tensor."""
 
     def value(self) -> torch.Tensor:
         """Return the view."""
-        return self.operation(self.of.value())
+        tensor = self.operation(self.of.value())
+        return tensor if self.layout is None else self.layout.of(tensor)
 
 
 Value = Kept | Stored | Rebuilt | View
