@@ -232,16 +232,16 @@ def _summary(pairs: list[tuple[Block, Action]]) -> str:
 def _chosen(pairs: list[tuple[Block, Action]]) -> str:
     """Return which blocks of one stack have which action, in words."""
     chosen = _positions(pairs)
-    chosen.pop(str(KEEP), None)
-    if not chosen:
-        return f"everything is kept, in {counted(len(pairs), 'block')}"
+    if len(chosen) > 1:
+        chosen.pop(str(KEEP), None)
     if [len(indices) for indices in chosen.values()] == [len(pairs)]:
         every = "all " if len(pairs) > 1 else ""
         return f"{next(iter(chosen))} on {every}{counted(len(pairs), 'block')}"
     parts = [
         f"{action} on block{'s' if len(indices) > 1 else ''} {spans(indices)}" for action, indices in chosen.items()
     ]
-    return f"{' and '.join(parts)} of {len(pairs)}"
+    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return f"{listed} of {len(pairs)}"
 
 
 def spans(indices: list[int]) -> str:

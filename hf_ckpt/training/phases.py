@@ -148,5 +148,7 @@ class Race:
 
 
 def _predicted(entrant: Entrant) -> float:
-    """The predicted time. It is 0 if blocks were never timed, for want of room; then seconds of steps are compared."""
-    return entrant.seconds or 1.0
+    """The predicted time. It is 0 if blocks were never timed, for want of room; then times of a token are compared."""
+    prediction = entrant.plan.prediction
+    tokens = prediction.tokens if prediction is not None else None
+    return entrant.seconds or tokens or 1.0

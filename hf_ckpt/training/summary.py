@@ -16,41 +16,46 @@ def summary(description: Description | None, figures: Mapping[str, float | None]
         figures: those of the whole run, as from `Figures.of_run`.
         steps: optimizer steps of the run.
     """
+    prediction = description.plan.prediction if description and not description.measuring else None
+    without = description.without if description else None
     rows = {
-        "policy": _policy(description),
+        **_asked(description),
         "plan": description.plan.summary() if description and description.enabled else "",
-        "peak": _peak(description, figures),
-        "step": format_seconds(figures.get("time/step_s")),
-        "tokens": _tokens(figures),
-        "recomputing": _recomputing(description),
+        "without": f"{format_bytes(without.peak_bytes)}, predicted without checkpointing" if without else "",
+        "with": f"{format_bytes(prediction.peak_bytes)}, predicted under the plan" if prediction else "",
+        "measured": _measured(figures),
+        "time": ", ".join(filter(None, (_step(figures), _tokens(figures), _recomputing(description)))),
     }
     lines = [f"  {name:<12}{text}" for name, text in rows.items() if text]
     return [f"hf_ckpt: {counted(steps, 'step')} of training", *lines]
 
 
-def _policy(description: Description | None) -> str:
+def _asked(description: Description | None) -> dict[str, str]:
+    """The row of the budget, or of another policy."""
     if description is None:
-        return "hf_ckpt is not installed on the model"
-    options = {key: value for key, value in description.spec.items() if key in ("budget", "plan")}
+        return {"policy": "hf_ckpt is not installed on the model"}
+    off = "" if description.enabled else ", not enabled"
     policy = str(description.spec.get("policy", "plan"))
-    words = [policy, *(str(value) for value in options.values())]
-    return " ".join(words) + ("" if description.enabled else ", not enabled")
+    if policy == "budget":
+        return {"budget": f"{description.spec['budget']}{off}"}
+    return {"policy": f"{description.spec.get(policy, policy)}{off}"}  # of a saved plan, its path
 
 
-def _peak(description: Description | None, figures: Mapping[str, float | None]) -> str:
-    """The predicted peak, the measured one, and the predicted one without checkpointing, as far as they are known."""
-    parts = []
-    if description and description.plan.prediction and not description.measuring:
-        parts.append(f"{format_bytes(description.plan.prediction.peak_bytes)} predicted")
-    measured = figures.get("memory/step_peak_gib")
-    is_of_process = measured is None and "memory/step_peak_gib" in figures
-    measured = figures.get("memory/peak_gib") if measured is None else measured
-    if measured is not None:
-        whose = " (the whole process)" if is_of_process else ""
-        parts.append(f"{format_bytes(measured * GIB)} measured{whose}")
-    if description and description.without:
-        parts.append(f"{format_bytes(description.without.peak_bytes)} predicted without checkpointing")
-    return ", ".join(parts)
+def _measured(figures: Mapping[str, float | None]) -> str:
+    """The measured peak: of a step under the plan, or else the largest of the run."""
+    of_step = figures.get("memory/step_peak_gib")
+    if of_step is not None:
+        return f"{format_bytes(of_step * GIB)}, in a step under the plan"
+    peak = figures.get("memory/peak_gib")
+    if peak is None:
+        return ""
+    is_of_process = "memory/step_peak_gib" in figures
+    return f"{format_bytes(peak * GIB)}{', by the whole process' if is_of_process else ''}"
+
+
+def _step(figures: Mapping[str, float | None]) -> str:
+    seconds = figures.get("time/step_s")
+    return "" if seconds is None else f"{format_seconds(seconds)} a step"
 
 
 def _tokens(figures: Mapping[str, float | None]) -> str:
@@ -59,7 +64,7 @@ def _tokens(figures: Mapping[str, float | None]) -> str:
         return ""
     padding = figures.get("padding")
     share = "" if padding is None else f", {padding:.0%} of them padding"
-    return f"{rate:,.0f} a second{share}"
+    return f"{rate:,.0f} tokens a second{share}"
 
 
 def _recomputing(description: Description | None) -> str:
@@ -68,6 +73,6 @@ def _recomputing(description: Description | None) -> str:
     without = description.without if description else None
     if prediction is None or without is None or not prediction.step_seconds or not without.step_seconds:
         return ""
-    return (
-        f"{max(0.0, 1 - without.step_seconds / prediction.step_seconds):.0%} of a step, as predicted from timed steps"
-    )
+    share = 1 - without.step_seconds / prediction.step_seconds
+    # Times of a few steps vary; a plan that recomputes cannot be faster than without.
+    return f"{share:.0%} of it recomputing" if share >= 0.005 else ""

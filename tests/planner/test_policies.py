@@ -191,7 +191,7 @@ def test_a_plan_in_one_line(spec, said):
 def test_a_plan_of_one_block_in_one_line():
     one = plan_for("full", decoder=1)
     assert (one.summary(), str(one).splitlines()[0].split(", ")[-1]) == ("full on 1 block", "1 of 1 block planned")
-    assert plan_for("none", decoder=1).summary() == "everything is kept, in 1 block"
+    assert plan_for("none", decoder=1).summary() == "keep on 1 block"
 
 
 def test_a_plan_in_one_line_names_the_head_once():

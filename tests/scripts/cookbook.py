@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "cookbook.md"
 TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 QUESTIONS = TEXTS["questions"]
+USUAL = ("compiled blocks are not predicted", "with what torch's allocator may add")
+"""Notes of most answers, which only the first one shows."""
 
 
 def answer_of(command: str) -> dict:
@@ -36,7 +38,8 @@ def answer_of(command: str) -> dict:
 def section(question: str, command: str, answer: dict) -> str:
     """The page's section for one question."""
     lines = [answer["answer"], answer["assumed"]]
-    lines += [f"note: {note}" for note in answer["notes"]]
+    usual = () if question == next(iter(QUESTIONS)) else USUAL
+    lines += [f"note: {note}" for note in answer["notes"] if not note.startswith(usual)]
     for text in answer["write"].values():
         lines += ["", text]
     splits = [row for row in answer["rows"] if row["name"].startswith("micro-batch of ")]

@@ -195,7 +195,7 @@ def test_the_callback_says_who_checkpoints(kind, tmp_path, capsys):
 @pytest.mark.compat
 def test_options_of_hf_ckpt_without_it_are_refused_before_the_first_step(tmp_path):
     run = trainer(tmp_path, tiny_model("llama"), **OURS)
-    with pytest.raises(SpecError, match=rf"{FLAG}_kwargs:\n  - `policy` only hf_ckpt has.*hf_ckpt\.install\(model\)"):
+    with pytest.raises(SpecError, match=rf"{FLAG}_kwargs\):\n  - `policy` only hf_ckpt has.*hf_ckpt\.install\(model\)"):
         run.train()
     assert not any(module._forward_pre_hooks for module in run.model.modules())
 
@@ -279,19 +279,24 @@ def test_a_planned_run_logs_what_was_predicted_and_ends_with_a_table(tmp_path, c
     assert rows[-1]["memory/step_peak_gib"] == found.measured_bytes / 2**30 < rows[-1]["memory/peak_gib"]
     assert rows[-1]["padding"] == 0
     lines = capsys.readouterr().err.partition("hf_ckpt: 24 steps of training\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == ["policy", "plan", "peak", "step", "tokens", "recomputing"]
-    assert lines[0].endswith("budget 1GiB")
-    peak = format_bytes(found.measured_bytes)
-    without = format_bytes(found.without.peak_bytes)
-    assert lines[2].split(maxsplit=1)[1].endswith(f"{peak} measured, {without} predicted without checkpointing")
+    peaks = [found.without.peak_bytes, found.plan.prediction.peak_bytes, found.measured_bytes]
+    without, planned, measured = map(format_bytes, peaks)
+    assert [line.split(maxsplit=1) for line in lines[:1] + lines[2:5]] == [
+        ["budget", "1GiB"],
+        ["without", f"{without}, predicted without checkpointing"],
+        ["with", f"{planned}, predicted under the plan"],
+        ["measured", f"{measured}, in a step under the plan"],
+    ]
+    assert [line.split()[0] for line in lines[1::4]] == ["plan", "time"]
+    assert re.search(r" a step, [\d,]+ tokens a second", lines[5])
 
 
 def test_without_a_plan_the_table_says_so_and_leaves_out_what_is_not_known(tmp_path, capsys):
     trainer(tmp_path, tiny_model("llama"), max_steps=1, **OFF).train()
     lines = capsys.readouterr().err.partition("hf_ckpt: 1 step of training\n")[2].splitlines()
-    assert [line.split()[0] for line in lines] == ["policy", "peak", "step", "tokens"]
+    assert [line.split()[0] for line in lines] == ["policy", "measured", "time"]
     assert lines[0].endswith("hf_ckpt is not installed on the model")
-    assert lines[1].endswith("measured (the whole process)")
+    assert lines[1].endswith("by the whole process")
 
 
 @pytest.mark.compat

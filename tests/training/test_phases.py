@@ -4,7 +4,7 @@ import pytest
 from helpers.tables import table
 
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
-from hf_ckpt.spec.plan import Block, Plan
+from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.training.phases import MEASURED, MOST_FAILURES, RACE_STEPS, Entrant, Phase, Progress, Race, phase_of
 
 PHASES = table(__file__, "phases.yaml")
@@ -25,8 +25,9 @@ def test_only_some_phases_are_measured():
     assert unmeasured == [Phase.WARM_UP, Phase.PLAN, Phase.GIVEN_UP, Phase.PAUSED]
 
 
-def entrant(action, seconds, way):
-    return Entrant(way, Plan("llama", "Some", ((Block("b0", "decoder", 0, "Made"), action),)), seconds)
+def entrant(action, seconds, way, tokens=0):
+    actions = ((Block("b0", "decoder", 0, "Made"), action),)
+    return Entrant(way, Plan("llama", "Some", actions, Prediction(2**20, seconds, tokens, ())), seconds)
 
 
 def raced(entrants, spent):
@@ -56,6 +57,14 @@ def test_where_nothing_was_predicted_the_seconds_of_steps_decide():
     race, _ = raced(entrants, {KEEP: [2_000_000_000] * 3, FULL: [1_000_000_000] * 3})
     winner = race.winner(entrants)
     assert (winner.plan, winner.seconds) == (entrants[1].plan, 1.0)
+
+
+def test_where_nothing_was_predicted_a_shorter_batch_takes_less_time():
+    def entrants(tokens):
+        return [entrant(KEEP, 0.0, (KEEP, FULL), tokens), entrant(FULL, 0.0, (FULL,), tokens)]
+
+    race, _ = raced(entrants(80), {KEEP: [2_000_000_000] * 3, FULL: [1_000_000_000] * 3})
+    assert [race.winner(entrants(tokens)).seconds for tokens in (80, 20)] == [1.0, 0.25]
 
 
 def test_a_batch_of_another_shape_needs_no_race_of_its_own():
