@@ -24,8 +24,8 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     return adapted
 
 
-def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
-    """Make adapters on layers of a class run like PEFT's own for 4 bits (`peft/tuners/lora/bnb.py`)."""
+def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module], *, bits: int) -> None:
+    """Make adapters on layers of a class run like PEFT's own for so many bits (`peft/tuners/lora/bnb.py`)."""
     from peft.tuners.lora.layer import Linear
 
     class Adapted(Linear):
@@ -33,7 +33,8 @@ def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module]) -> None:
             result: torch.Tensor = self.base_layer(x, *args, **kwargs)
             if self.disable_adapters:
                 return result
-            result = result.clone()  # PEFT avoids failing backwards through views, and so allocates this
+            if bits == 4:
+                result = result.clone()  # PEFT avoids failing backwards through views, and so allocates this
             casts = not torch.is_autocast_enabled()
             for name in self.active_adapters:
                 if casts:

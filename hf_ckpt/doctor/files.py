@@ -326,7 +326,9 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     derived: dict[str, Any] = {}
     if fields.get("parallel") in ("fsdp1", "fsdp2") and fields["autocast"] != "none" and "lora" not in fields:
         derived["dtype"] = "float32"  # accelerate casts what is trained
-    elif "dtype" not in fields and fields.get("load_in_4bit"):  # of what is not quantised, such as norms
+    elif "dtype" not in fields and (
+        fields.get("load_in_4bit") or fields.get("load_in_8bit")
+    ):  # of what is not quantised, such as norms
         derived["dtype"] = "bfloat16"
     elif "dtype" not in fields:  # since transformers 5
         dtype = getattr(load_config(fields["model"]), "dtype", None) or "float32"

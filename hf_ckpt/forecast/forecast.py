@@ -509,6 +509,7 @@ class Forecaster:
         smaller = [{"batch": training.batch // by, "accumulation": training.accumulation * by} for by in parts]
         shorter = room and training.target_tokens is None  # which of the two lengths to halve, only the user knows
         bits = not training.load_in_4bit and not training.sharded
+        in_4_bits = {"load_in_4bit": True} | ({"load_in_8bit": False} if training.load_in_8bit else {})
         rows: list[tuple[bool, str, dict[str, Any]]] = [
             (costs.chunks_help, "plan with the head in chunks", {"head": "auto"}),
             (room and training.mlp == "whole", "plan with feed-forwards in tiles", {"mlp": "auto"}),
@@ -522,7 +523,7 @@ class Forecaster:
             # Under LoRA, gradients and state are a few MiB: an optimizer or another rank would not change what fits.
             (training.lora is None, "8-bit optimizer", {"optimizer": "adamw_8bit"}),
             (training.lora is None, "LoRA", {"lora": 16}),
-            (bits, "LoRA, base in 4 bits", {"lora": training.lora or 16, "load_in_4bit": True}),
+            (bits, "LoRA, base in 4 bits", {"lora": training.lora or 16, **in_4_bits}),
         ]
         return [(name, change) for applies, name, change in rows if applies]
 
@@ -535,14 +536,16 @@ class Forecaster:
         change: dict[str, Any] = {"mlp": "auto", "head": "auto"}
         if training.sharded:  # the head in chunks needs whole weights
             change |= {"parallel": "ddp"}
-        steps: list[dict[str, Any]] = [{"lora": training.lora or 16}, {"load_in_4bit": True}]
+        in_4_bits = {"load_in_4bit": True, "load_in_8bit": False}
+        steps: list[dict[str, Any]] = [{"lora": training.lora or 16}, in_4_bits]
         steps.append({"batch": 1, "accumulation": training.accumulation * training.batch})
         if not training.sharded:
             steps.append({"segments": "sqrt"})
         if training.target_tokens is None:
             steps += [{"tokens": max(1, training.tokens // by)} for by in (2, 4, 8, 16)]
         changes = [*itertools.accumulate(steps, operator.or_, initial=change)]
-        shared = {"ranks": 8, "parallel": "fsdp2", "head": "whole", "load_in_4bit": False, "segments": None}
+        shared = {"ranks": 8, "parallel": "fsdp2", "head": "whole", "segments": None}
+        shared |= {"load_in_4bit": False, "load_in_8bit": False}
         rows: list[Row] = []
 
         def fits(change: Mapping[str, Any]) -> bool:
@@ -584,7 +587,7 @@ class Forecaster:
             # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
             # that "4 bits" of such a model may be far larger than its users expect.
             experts = nbytes(tensor for tensor in model.tensors if len(tensor.shape) > 2)
-            if training.load_in_4bit and experts > costs.static.parameters / 2:
+            if training.bits and experts > costs.static.parameters / 2:
                 note = f"{format_bytes(experts)} of weights are stacked experts, which bitsandbytes does not quantise"
                 costs = dataclasses.replace(costs, notes=(note,))
             self._costs[key] = costs

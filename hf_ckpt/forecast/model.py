@@ -27,7 +27,7 @@ from hf_ckpt.attach.attach import detach
 from hf_ckpt.compat.peft import add_adapters, like_bitsandbytes
 from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
-from hf_ckpt.forecast.quantised import QuantisedLinear, quantise
+from hf_ckpt.forecast.quantised import EightBitLinear, QuantisedLinear, quantise
 from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, plain_modules
 from hf_ckpt.models.families import depth_keys, refuse_long
@@ -250,7 +250,10 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 # --- from a live model ------------------------------------------------------------------------------------------------
 
 OF_LIVE = frozenset(
-    ("architecture", "attention", "dtype", "lora", "lora_targets", "lora_dropout", "load_in_4bit", "double_quant")
+    (
+        *("architecture", "attention", "dtype", "lora", "lora_targets", "lora_dropout"),
+        *("load_in_4bit", "load_in_8bit", "double_quant"),
+    )
 )
 """Fields that a live model answers by itself."""
 
@@ -265,14 +268,18 @@ def fields_of_live(model: nn.Module) -> dict[str, Any]:
     fields = {"model": base.config.model_type, "attention": base.config._attn_implementation}
     fields |= {"architecture": type(base).__name__, "dtype": names.get(max(sizes, key=sizes.__getitem__), "float32")}
     ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
-    four: list[Any] = [module for module in model.modules() if _is_in_4bit(module)]
+    four: list[Any] = [module for module in model.modules() if _bits_of(module) == 4]
     nested = any(module.weight.quant_state.nested for module in four)
-    return {**fields, "lora": next(iter(ranks), None), "load_in_4bit": bool(four), "double_quant": nested}
+    eight = any(_bits_of(module) == 8 for module in model.modules())
+    fields |= {"load_in_4bit": bool(four), "double_quant": nested, "load_in_8bit": eight}
+    return {**fields, "lora": next(iter(ranks), None)}
 
 
-def _is_in_4bit(module: Any) -> bool:
+def _bits_of(module: nn.Module) -> int | None:
+    """The bits of an element of a layer of bitsandbytes; None for other modules."""
     # By name, because a model that is not quantised must not wait for the import of bitsandbytes.
-    return isinstance(module, nn.Linear) and type(module).__name__ == "Linear4bit"
+    bits = {"Linear4bit": 4, "Linear8bitLt": 8}.get(type(module).__name__)
+    return bits if isinstance(module, nn.Linear) else None
 
 
 def _copy_on_meta(model: nn.Module) -> nn.Module:
@@ -292,11 +299,15 @@ def _copy_on_meta(model: nn.Module) -> nn.Module:
         part: Any = copied.get_submodule(name)
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()  # they are of code that must not run here
-        if _is_in_4bit(module):
-            source = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        bits = _bits_of(module)
+        if bits is not None:
+            quantised: Any = module
+            source = nn.Linear(quantised.in_features, quantised.out_features, bias=False, device="meta")
             source.bias = part.bias
-            compute = module.compute_dtype or torch.bfloat16
-            layer = QuantisedLinear(source, compute, double=module.weight.quant_state.nested)
+            layer: nn.Module = EightBitLinear(source)
+            if bits == 4:
+                compute = quantised.compute_dtype or torch.bfloat16
+                layer = QuantisedLinear(source, compute, double=quantised.weight.quant_state.nested)
             copied.set_submodule(name, layer)
     return copied
 
@@ -346,18 +357,19 @@ def _prepared(model: nn.Module, training: Question) -> nn.Module:
         return model
     from peft import LoraConfig, prepare_model_for_kbit_training
 
-    if training.load_in_4bit:
-        quantise(model, DTYPES[training.dtype], double=training.double_quant)
+    if training.bits:
+        quantise(model, DTYPES[training.dtype], bits=training.bits, double=training.double_quant)
     if training.prepared:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     dropout = 0.0 if training.trainer == "dpo" else training.lora_dropout  # `disable_dropout` of DPOConfig is on
     targets = training.lora_targets if isinstance(training.lora_targets, str) else list(training.lora_targets)
     lora = LoraConfig(r=training.lora, target_modules=targets, lora_dropout=dropout)
     model = add_adapters(model, lora)
-    like_bitsandbytes(model, QuantisedLinear)
+    like_bitsandbytes(model, QuantisedLinear, bits=4)
+    like_bitsandbytes(model, EightBitLinear, bits=8)
     # "When using QLoRA, the PEFT adapter weights are converted to bf16" (trl/trainer/sft_trainer.py).
     for parameter in model.parameters():
-        if training.load_in_4bit and training.trainer is not None and parameter.requires_grad:
+        if training.bits and training.trainer is not None and parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
@@ -367,8 +379,10 @@ def _refuse(config: Any, training: Question) -> None:
     stored = getattr(config, "quantization_config", None) or {}
     keys = stored if isinstance(stored, Mapping) else stored.to_dict()
     refuse_long(config, training.tokens, training.model)
-    if keys.get("load_in_4bit"):
-        if not training.load_in_4bit:
-            raise HfCkptError(f"the weights of {training.model} are in 4 bits: give load_in_4bit, and the rank (lora).")
+    bits = next((bits for bits in (4, 8) if keys.get(f"load_in_{bits}bit")), None)
+    if bits is not None:
+        if training.bits != bits:
+            option = f"load_in_{bits}bit, and the rank (lora)"
+            raise HfCkptError(f"the weights of {training.model} are in {bits} bits: give {option}.")
     elif keys.get("quant_method", "mxfp4") != "mxfp4":  # MXFP4 is dequantised for training
         raise HfCkptError(f"the weights of {training.model} are quantised by {keys['quant_method']}: {NO_PLAN}")

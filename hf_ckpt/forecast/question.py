@@ -145,7 +145,7 @@ _NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens, _segments)
 """What reads numbers, too."""
 
 
-_USUAL = "default: bfloat16 with --trainer or --load-in-4bit, else none"
+_USUAL = "default: bfloat16 with --trainer or a quantised base, else none"
 _OF_T5 = "sequence (T5; default: as --seq)"
 _OF_IMAGES = "whose tokens --seq includes; vision models take one without it"
 _CHUNK = "auto, or tokens of a chunk"
@@ -180,6 +180,7 @@ class Question:
     lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
+    load_in_8bit: bool = _field(False, "base in 8 bits (LLM.int8()) by bitsandbytes", label="Base in 8 bits")
     double_quant: bool = _field(False, "scales of 4 bits in 8 bits (bnb_4bit_use_double_quant)")
     kbit_preparation: bool = _field(True, "no casts to float32 of what is not quantised", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
@@ -211,11 +212,15 @@ class Question:
             if value != field.default and field.choices and value not in field.choices:
                 raise HfCkptError(f"{name} must be one of {', '.join(field.choices)}, but is {value!r} instead.")
             object.__setattr__(self, name, value)
-        if self.load_in_4bit and self.lora is None:
-            raise HfCkptError("a base in 4 bits stays frozen: give the rank of adapters to train (lora).")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise HfCkptError("load_in_4bit and load_in_8bit exclude each other: give one of them.")
+        if self.bits and self.lora is None:
+            raise HfCkptError(f"a base in {self.bits} bits stays frozen: give the rank of adapters to train (lora).")
         # bitsandbytes packs a weight into bytes of another shape, whose shards `forecast/ranks.py` does not know.
-        if self.load_in_4bit and self.sharded:
-            raise HfCkptError(f"a base in 4 bits cannot be planned for under {self.parallel}. Use ddp, or 16 bits.")
+        if self.bits and self.sharded:
+            raise HfCkptError(
+                f"a base in {self.bits} bits cannot be planned for under {self.parallel}. Use ddp, or 16 bits."
+            )
         if self.parallel != "ddp" and self.ranks == 1:
             raise HfCkptError(f"parallel {self.parallel} shares work between ranks: give their number (ranks).")
         if self.sharded and self.head != "whole":
@@ -244,14 +249,21 @@ class Question:
 
         Custom scripts usually call it. The trainers of TRL, axolotl and LLaMA-Factory do not.
         """
-        return self.load_in_4bit and self.trainer is None and self.kbit_preparation
+        return self.bits is not None and self.trainer is None and self.kbit_preparation
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of an element of the quantised base; None if it is not quantised."""
+        if self.load_in_8bit:
+            return 8
+        return 4 if self.load_in_4bit else None
 
     @property
     def autocast_name(self) -> str | None:
         """The type that autocast computes in, by default the usual one; None without autocast."""
         if self.autocast is None:
             # TRL's configs turn `bf16` on (trl/trainer/base_config.py); QLoRA computes in 16 bits by its definition.
-            return "bfloat16" if self.trainer is not None or self.load_in_4bit else None
+            return "bfloat16" if self.trainer is not None or self.bits else None
         return None if self.autocast == "none" else self.autocast
 
     @property

@@ -289,7 +289,8 @@ def assumed_of(training: Question, model: str, device: Device, budget_bytes: int
     shown += ["lora_targets"] if training.lora else []
     shown += ["double_quant"] if training.load_in_4bit else []
     command = command_of(training, shown)
-    return f"assumed: {command}; {model} on {device.title}, budget {format_bytes(budget_bytes)}"
+    eight = "; 8-bit products as in bitsandbytes' source, without outlier columns" if training.load_in_8bit else ""
+    return f"assumed: {command}; {model} on {device.title}, budget {format_bytes(budget_bytes)}{eight}"
 
 
 def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
@@ -365,10 +366,11 @@ def _lines_of_model(training: Question, model: str) -> dict[str, bool]:
     adapters = f"target_modules={json.dumps(targets)}, lora_dropout={training.lora_dropout}"
     lora = f"LoraConfig(r={training.lora}, {adapters})"
     prepared = "model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
-    bits = training.load_in_4bit
+    bits = training.bits is not None
+    config = f"{four}, {double}" if training.load_in_4bit else "load_in_8bit=True"
     has_trainer = training.trainer is not None
     return {
-        f"bits = BitsAndBytesConfig({four}, {double})": bits,
+        f"bits = BitsAndBytesConfig({config})": bits,
         f"model = {model}.from_pretrained(NAME, {options}{', quantization_config=bits' if bits else ''})": True,
         f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,
         f"model = get_peft_model(model, {lora})": training.lora is not None and not has_trainer,

@@ -30,6 +30,7 @@ from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only
 from hf_ckpt.forecast.optimizers import optimizer_bytes
+from hf_ckpt.forecast.quantised import EightBitLinear
 from hf_ckpt.forecast.question import MODEL, STEP, Question
 from hf_ckpt.forecast.ranks import on_a_rank
 from hf_ckpt.measure.fakes import FakeMeter
@@ -72,7 +73,11 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     step = _with_needs_of(actions, whole.step, model, training, device)
     all_blocks = find_blocks(model.base)
     blocks = {block.name: block for block in all_blocks.blocks}
-    needs = {call.name: _needs_of(call, actions) for call in step.calls}
+    held = [0] * len(step.calls)
+    if training.load_in_8bit:  # what each call holds under `full`, too, in attributes that no hook sees
+        without = _measure(model, training, device, FULL, holds=False).step
+        held = [call.forward.net - other.forward.net for call, other in zip(step.calls, without.calls, strict=True)]
+    needs = {call.name: _needs_of(call, actions, size) for call, size in zip(step.calls, held, strict=True)}
     shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], needs, actions)
     calls = _at_real_depth(model, shallow.calls)
     forward, backward = shallow.head
@@ -149,14 +154,20 @@ def _shown_by(model: ShallowModel, step: Step) -> dict[str, str]:
     return {block: blocks[min(1, len(blocks) - 1)] for block, blocks in shown_by.items()}
 
 
-def _needs_of(call: Call, actions: Iterable[Action]) -> dict[Action, Needs]:
-    """What a call needs under every action that it may have; those that keep most come first."""
+def _needs_of(call: Call, actions: Iterable[Action], held: int) -> dict[Action, Needs]:
+    """What a call needs under every action that it may have; those that keep most come first.
+
+    `held` are bytes that it holds under any action, which an attempt in its recomputation has shown once more.
+    """
     if call.backward is None:  # nothing to recompute
         return {KEEP: call.as_it_ran()}
     needs = {**call.needs, FULL: call.as_it_ran()}
     for action in actions:
         if action.kind == FULL_SELECTIVE.kind:
             needs[action] = call.recomputed(needs[Action(SELECTIVE.kind, action.save)])
+    for action in actions:
+        if action.kind in (KEEP.kind, SELECTIVE.kind):
+            needs[action] = dataclasses.replace(needs[action], kept=needs[action].kept - held)
     return {action: needs[action] for action in actions}
 
 
@@ -214,13 +225,16 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(model: ShallowModel, training: Question, device: Device, action: Action) -> _Measured:
+def _measure(
+    model: ShallowModel, training: Question, device: Device, action: Action, *, holds: bool = True
+) -> _Measured:
     """Measure one micro-step of the shallow model under `full`, with trials of an action; once for each.
 
-    Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves.
+    Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves. `holds` is whether
+    8-bit layers hold their inputs, as they do.
     """
     # Budgets and optimizers change no micro-step, so a page whose slider moves measures nothing anew.
-    key = training.only(MODEL, STEP), device, action
+    key = training.only(MODEL, STEP), device, action, holds
     if key in model.measured:
         measured: _Measured = model.measured[key]
         return measured
@@ -232,7 +246,8 @@ def _measure(model: ShallowModel, training: Question, device: Device, action: Ac
         # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
-        with stay, temporarily(base, plan) as record, model.fake, fakes:
+        eight = mock.patch.multiple(EightBitLinear, on_accelerator=device.name != "cpu", holds=holds)
+        with stay, eight, temporarily(base, plan) as record, model.fake, fakes:
             last = None if action == uniform else action
             attempts = dict.fromkeys(blocks.modules, Attempts(last=last))
             for name in attempts:

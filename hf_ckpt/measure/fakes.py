@@ -99,5 +99,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
         lambda gradient, query, key, *args, **kwargs: 5 * 2 * query.numel() * key.shape[2]
     ),
     torch.ops.aten._grouped_mm.default: _grouped_flops,
+    # At the rate of 16 bits: bitsandbytes' product of bytes is not faster than that of the model's type.
+    torch.ops.aten._int_mm.default: lambda first, second, **kwargs: 2 * first.numel() * second.shape[-1],
 }
 """Operations that torch's `flop_registry` does not count."""

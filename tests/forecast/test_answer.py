@@ -180,7 +180,7 @@ def test_the_code_to_copy_makes_the_model_that_was_planned_for(tmp_path):
     tiny_model("llama", layers=2).save_pretrained(tmp_path)
     of_transformers = ("LlamaForCausalLM", "BitsAndBytesConfig")
     names = {name: getattr(transformers, name) for name in of_transformers} | {**vars(peft), "NAME": tmp_path}
-    for fields in ({"dtype": "bfloat16"}, {"lora": 4, "load_in_4bit": True}):
+    for fields in ({"dtype": "bfloat16"}, {"lora": 4, "load_in_4bit": True}, {"lora": 4, "load_in_8bit": True}):
         found = hf_ckpt.predict(str(tmp_path), device="a10", budget="20GiB", **fields)
         exec(found.write["With the model (Python)"], names)
         model = names["model"]

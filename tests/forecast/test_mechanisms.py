@@ -13,6 +13,7 @@ from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import shallow_model
 from hf_ckpt.forecast.question import Question, question
 from hf_ckpt.models.tiny import tiny_model
+from hf_ckpt.spec.actions import KEEP
 
 CONFIG = tiny_model("llama", layers=2).config
 CONFIG.architectures = ["LlamaForCausalLM"]
@@ -41,12 +42,31 @@ def test_the_reference_of_dpo_has_a_copy_in_the_type_of_autocast():
     assert parts_of(dtype="bfloat16", trainer="dpo")["weights"] == weights  # in 16 bits already
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("trainer", "dtype"), [(None, torch.float32), ("sft", torch.bfloat16)])
-def test_trl_casts_the_adapters_of_a_quantised_base(trainer, dtype):
-    model = shallow_model(Question("llama", lora=4, load_in_4bit=True, trainer=trainer), CONFIG)
+def test_trl_casts_the_adapters_of_a_quantised_base(trainer, dtype, bits):
+    model = shallow_model(Question("llama", lora=4, trainer=trainer, **{f"load_in_{bits}bit": True}), CONFIG)
     trained = [parameter for parameter in model.base.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in trained} == {dtype}
     assert {tensor.element_bytes for tensor in model.tensors if tensor.trainable} == {dtype.itemsize}
+
+
+@pytest.mark.long
+def test_an_accelerator_multiplies_in_bytes_and_dequantises_for_the_backward():
+    """No 16-bit weight in a forward in 8 bits, as on a CPU, but the 32-bit product, and both casts of it."""
+    wide = tiny_model("llama", layers=2, hidden=256).config
+    wide.architectures = ["LlamaForCausalLM"]
+    asked = {"lora": 4, "lora_targets": ("q_proj",), "load_in_8bit": True, "kbit_preparation": False, "budget": "1GiB"}
+    largest = 2 * wide.hidden_size * wide.intermediate_size
+    peaks = {}
+    for device in ("cpu", "a10"):
+        forecaster = Forecaster(question({"model": "llama", "tokens": 1, "device": device, **asked}), config=wide)
+        call = forecaster.costs_of(forecaster.training).calls[1]
+        peaks[device] = call.costs[KEEP].forward.peak, call.costs[KEEP].backward.peak
+    assert peaks["cpu"][0] > largest > peaks["a10"][0]
+    assert min(backward for _, backward in peaks.values()) > 0.9 * largest
+    assumed = hf_ckpt.predict(wide, tokens=16, device="a10", **asked).assumed
+    assert "8-bit products as in bitsandbytes' source" in assumed
 
 
 @pytest.mark.parametrize(("trainer", "shares"), [("sft", {0.5}), ("dpo", set())])

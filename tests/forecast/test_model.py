@@ -249,18 +249,20 @@ def test_what_is_frozen_adapted_or_cast_in_a_live_model_is_read_from_it(change):
 
 
 @pytest.mark.long
-def test_a_live_model_in_4_bits_is_planned_as_its_options(tmp_path):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_live_model_with_a_quantised_base_is_planned_as_its_options(bits, tmp_path):
     pytest.importorskip("bitsandbytes")  # of the extra `test`, which the oldest releases are tested without
     tiny_model("llama").save_pretrained(tmp_path)
     of_bits = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-    four = transformers.BitsAndBytesConfig(load_in_4bit=True, **of_bits)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=four)
+    option = {f"load_in_{bits}bit": True}
+    config = transformers.BitsAndBytesConfig(**option, **of_bits)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     asked = {"tokens": 32, "device": "a10", "budget": "1GiB"}
     attention = model.config._attn_implementation
     live = hf_ckpt.predict(model, 2, **asked)
-    same = hf_ckpt.predict(str(tmp_path), 2, **asked, load_in_4bit=True, lora=4, attention=attention)
+    same = hf_ckpt.predict(str(tmp_path), 2, **asked, **option, lora=4, attention=attention)
     assert (live.rows, live.parts) == (same.rows, same.parts)
 
 

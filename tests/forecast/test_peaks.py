@@ -71,7 +71,7 @@ class Training:
     @property
     def autocast(self) -> torch.dtype | None:
         """The type that autocast computes in; TRL's trainers and quantised bases have it by default."""
-        by_default = {"trainer", "load_in_4bit"} & self.fields.keys()
+        by_default = {"trainer", "load_in_4bit", "load_in_8bit"} & self.fields.keys()
         name = self["autocast"] or ("bfloat16" if by_default else "none")
         return None if name == "none" else getattr(torch, name)
 
@@ -130,13 +130,14 @@ def real_model(training: Training, folder: Path) -> Any:
     model_class = getattr(transformers, training.model)
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     model = model_class._from_config(training.made_config(), dtype=training.dtype, attn_implementation=attention)
-    if training["load_in_4bit"]:
+    if training["load_in_4bit"] or training["load_in_8bit"]:
         model.save_pretrained(folder)
         four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": training.dtype}
-        four["bnb_4bit_use_double_quant"] = bool(training["double_quant"])
-        bits = transformers.BitsAndBytesConfig(load_in_4bit=True, **four)
+        four |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": bool(training["double_quant"])}
+        bits = transformers.BitsAndBytesConfig(**{"load_in_8bit": True} if training["load_in_8bit"] else four)
         model = model_class.from_pretrained(folder, dtype=training.dtype, quantization_config=bits)
-        peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        if training["kbit_preparation"] is not False:
+            peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if training["trainer"] is not None:
         from trl.trainer.utils import add_fused_lm_head
 

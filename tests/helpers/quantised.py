@@ -8,8 +8,11 @@ import torch
 
 def scales_of(model: Any) -> list[torch.Tensor]:
     """What bitsandbytes keeps beside quantised weights: scales, and scales of scales."""
-    weights = (getattr(module, "weight", None) for module in model.modules())
+    weights = [getattr(module, "weight", None) for module in model.modules()]
     states = [weight.quant_state for weight in weights if hasattr(weight, "quant_state")]
     scales = [(state.absmax, state.code) for state in states]
     scales += [(state.offset, state.state2.absmax, state.state2.code) for state in states if state.nested]
-    return list(itertools.chain(*scales))
+    states_of_8_bits = [vars(module)["state"] for module in model.modules() if "state" in vars(module)]
+    of_8_bits = [tensor for state in states_of_8_bits for tensor in (state.CB, state.SCB) if tensor is not None]
+    of_8_bits += [weight.SCB for weight in weights if getattr(weight, "SCB", None) is not None]
+    return [*itertools.chain(*scales), *of_8_bits]
