@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,17 +46,20 @@ class _WatchedFrame(torch.utils.checkpoint._CheckpointFrame):
         That method makes five Python calls for each tensor, a tenth of the calls of a step. So compare all tensors at
         once, and let torch's method tell what differs.
         """
+        recorded_by = self.metadata_fn
+        self.metadata_fn = recorded_by or _metadata  # None: see `_packing_for`
         recomputed = self.recomputed[gid].data.values()  # type: ignore[attr-defined]
         # Autograd may have dropped a saved tensor: no backward needs it.
         expected = [kind for kind, holder in zip(self.x_metadatas, self.weak_holders, strict=True) if holder()]
         are_all = self.recomp_counter[gid] == len(self.weak_holders)
-        if are_all and list(map(self.metadata_fn, recomputed)) == expected:
-            return
         try:
-            super().check_recomputed_tensors_match(gid)
+            if not are_all or list(map(self.metadata_fn, recomputed)) != expected:
+                super().check_recomputed_tensors_match(gid)
         except Exception as error:
             self.on_error(error)
             raise
+        finally:
+            self.metadata_fn = recorded_by  # a backward may run inside of the forward
 
 
 def run_watched(on_error: Callable[[Exception], None], function: Callable[..., Any], *args: Any) -> Any:
@@ -73,17 +77,17 @@ def run_watched(on_error: Callable[[Exception], None], function: Callable[..., A
         frame.on_error = on_error
         frame.__class__ = _WatchedFrame
         if frame.metadata_fn is _default_metadata:
-            frame.metadata_fn = _metadata
+            pack = _packing_for(frame, pack)
 
     @untraced
     def unpack_watched(packed: Any) -> torch.Tensor:
         if frame is not None:
-            # What torch's own hook does for all but the first tensor, in four Python calls.
+            # What torch's own hook does for all but the first tensor, in six Python calls.
             backward = _running_backward()
             handle = packed.handles.get(backward)
             if handle is not None:
                 packed.handles[backward] = None
-                tensor: torch.Tensor = frame.recomputed[backward][handle]
+                tensor: torch.Tensor = frame.recomputed[backward].data.pop(weakref.ref(handle))
                 return tensor
         try:
             return unpack(packed)
@@ -93,6 +97,23 @@ def run_watched(on_error: Callable[[Exception], None], function: Callable[..., A
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack_watched):
         return function(*args)
+
+
+def _packing_for(frame: Any, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a pack hook that does what torch's own does for a record.
+
+    For the metadata of each tensor, torch's turns gradients off and on, which takes six Python calls. Without a
+    function for metadata, it records none.
+    """
+    frame.metadata_fn = None
+    metadatas = frame.x_metadatas
+
+    @untraced
+    def pack_watched(tensor: torch.Tensor) -> Any:
+        metadatas.append(_metadata(tensor))
+        return pack(tensor)
+
+    return pack_watched
 
 
 def run_again(function: Callable[..., Any], *args: Any) -> Any:
