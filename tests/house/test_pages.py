@@ -15,6 +15,7 @@ from helpers.trainers import Rows
 from transformers import TrainingArguments
 
 import hf_ckpt
+from hf_ckpt.cli.main import main
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.models import families
 from hf_ckpt.models.tiny import byte_tokenizer, tiny_batch, tiny_model
@@ -171,6 +172,28 @@ def test_answers_in_the_readme_are_lines_of_the_cookbook():
     assert len(shown) == 3
     for command, answer in shown:
         assert answer.splitlines() == [line for line in cookbook[command].splitlines() if line in answer.splitlines()]
+
+
+LITERATURE = section(PAGES["docs/comparison.md"], "Figures of the literature")
+CLAIMS = [row for row in LITERATURE.splitlines() if "hf-ckpt plan" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", CLAIMS, ids=[row.split()[1] for row in CLAIMS])
+def test_figures_beside_a_claim_are_those_of_its_command(claim, capsys):
+    (command,) = re.findall(r"`hf-ckpt (plan [^`]*)`", claim)
+    assert main([*shlex.split(command), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    none, full = rows["none"], rows["full"]
+    less = 1 - full["peak_bytes"] / none["peak_bytes"]
+    more = full["step_seconds"] / none["step_seconds"] - 1
+    gibs = [row["peak_bytes"] / 2**30 for row in (none, full)]
+    said = (
+        f"{less:.0%} less at {more:.0%} more".replace("%", " %"),
+        "{:.0f} GiB; 39 with `selective`, {:.0f} with `full`".format(*gibs),
+        "need {:.1f} GiB".format(*gibs),
+    )
+    assert any(words in claim for words in said), said
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
