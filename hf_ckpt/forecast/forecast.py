@@ -33,7 +33,7 @@ from hf_ckpt.forecast.result import (
     to_write,
     verdict_of,
 )
-from hf_ckpt.forecast.run import costs_of_model
+from hf_ckpt.forecast.run import Measuring, costs_of_model, measuring
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.planner.policies import make_plan
@@ -195,7 +195,7 @@ class Forecaster:
         self._tell = tell
         self._config = config
         self._models: dict[Question, ShallowModel] = {}
-        self._costs: dict[tuple[Question, frozenset[Action]], Costs] = {}
+        self._costs: dict[Measuring, Costs] = {}
 
     def answer(self, *, nearest: bool = True, show: Callable[[Forecast], None] = lambda first: None) -> Forecast:
         """Return the fastest plan within the question's budget, with what to compare it with.
@@ -318,7 +318,7 @@ class Forecaster:
     def _notes_beside(self, costs: Costs) -> Iterator[str]:
         """Notes on what the figures leave out: the KV cache while completions are generated, and communication."""
         training = self.training
-        model = self._models[training.only(MODEL)]
+        model = self._model_of(training)
         if training.generation:
             size = len(costs.calls) * kv_bytes(model.base.config, training)
             alone = costs.static.always + size
@@ -374,8 +374,10 @@ class Forecaster:
             tensors = self._model_of(training).tensors
             states = 0 if training.way.states else optimizer_bytes(tensors, training.optimizer)[0]
             needed.append(nbytes(tensors) + states)
-        for (measured, _), costs in self._costs.items():
-            larger = dataclasses.replace(measured, host_budget=training.host_budget, segments=training.segments)
+        for measured, costs in self._costs.items():
+            larger = dataclasses.replace(
+                measured.training, host_budget=training.host_budget, segments=training.segments
+            )
             batch = training.batch / larger.batch
             length = training.tokens / larger.tokens
             same_size = dataclasses.replace(
@@ -383,7 +385,7 @@ class Forecaster:
             )
             # In a step of one micro-step, no gradients of earlier ones are alive.
             has_fewer = training.accumulation == 1 < larger.accumulation
-            if max(batch, length) > 1 or has_fewer or same_size != training:
+            if max(batch, length) > 1 or has_fewer or self._measuring(same_size) != self._measuring(training):
                 continue
             # What is alive at the peak is a polynomial of batch and length, whose constant part holds at least what is
             # always alive. No part grows with more than the square of the length, or that of a packed row.
@@ -578,24 +580,26 @@ class Forecaster:
         `further` are actions beside those that a plan chooses from. Raises `HfCkptError` for a model that does not run
         on fake tensors.
         """
-        model = self._model_of(training)
-        # Offloading and segments are computed from costs, see `planner_of`.
-        key = dataclasses.replace(training, host_budget=None, segments=None), further
-        if key not in self._costs:
+        asked = self._measuring(training, further)
+        if asked not in self._costs:
+            model = self._model_of(training)
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
-            costs = costs_of_model(model, training, self.device, further)
+            costs = costs_of_model(model, asked)
             # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
             # that "4 bits" of such a model may be far larger than its users expect.
             experts = nbytes(tensor for tensor in model.tensors if len(tensor.shape) > 2)
             if training.bits and experts > costs.static.parameters / 2:
                 note = f"{format_bytes(experts)} of weights are stacked experts, which bitsandbytes does not quantise"
                 costs = dataclasses.replace(costs, notes=(note,))
-            self._costs[key] = costs
-        return self._costs[key]
+            self._costs[asked] = costs
+        return self._costs[asked]
+
+    def _measuring(self, training: Question, further: frozenset[Action] = frozenset()) -> Measuring:
+        return measuring(training, self.device, further)
 
     def _model_of(self, training: Question) -> ShallowModel:
         """Return the shallow model of a question."""
         of_model = training.only(MODEL)
         if of_model not in self._models:
-            self._models[of_model] = shallow_model(training, self._config)
+            self._models[of_model] = shallow_model(of_model, self._config)
         return self._models[of_model]

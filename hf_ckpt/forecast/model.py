@@ -30,7 +30,7 @@ from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
 from hf_ckpt.forecast.quantised import EightBitLinear, QuantisedLinear, quantise
 from hf_ckpt.forecast.question import PRESETS, Question
 from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, plain_modules
-from hf_ckpt.models.families import depth_keys, refuse_long
+from hf_ckpt.models.families import depth_keys
 from hf_ckpt.models.parts import frozen_prefix
 from hf_ckpt.spec.plan import Block
 
@@ -375,10 +375,9 @@ def _prepared(model: nn.Module, training: Question) -> nn.Module:
 
 
 def _refuse(config: Any, training: Question) -> None:
-    """Raise `HfCkptError` for too long sequences, and for weights that are quantised by another method than is said."""
+    """Raise `HfCkptError` for weights that are quantised by another method than is said."""
     stored = getattr(config, "quantization_config", None) or {}
     keys = stored if isinstance(stored, Mapping) else stored.to_dict()
-    refuse_long(config, training.tokens, training.model)
     bits = next((bits for bits in (4, 8) if keys.get(f"load_in_{bits}bit")), None)
     if bits is not None:
         if training.bits != bits:

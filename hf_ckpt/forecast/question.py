@@ -47,8 +47,9 @@ class About:
     label: str = ""
     """The field's label in `hf-ckpt app`; empty if the page does not ask for it."""
     scope: str = "model"
-    """What it changes: the `model`, a `step` of it, or only what `follows` from a measured step. What is measured is
-    looked up by its fields, so a field that nobody has thought about is one of the model's."""
+    """What it changes: the `model`, a `step` of it, the `costs` that follow from measured steps, or only the choice of
+    the `plan`. What measures is given the fields of its scopes only, see `Question.only`. So a field that nobody has
+    thought about is one of the model's."""
     name: str = ""
     """The field's name."""
 
@@ -104,7 +105,8 @@ class About:
 
 MODEL = "model"
 STEP = "step"
-FOLLOWS = "follows"
+COSTS = "costs"
+PLAN = "plan"
 
 
 def _field(default: Any, help: str, **more: Any) -> Any:
@@ -185,26 +187,26 @@ class Question:
     kbit_preparation: bool = _field(True, "no casts to float32 of what is not quantised", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
-    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", scope=FOLLOWS)
+    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", scope=COSTS)
     accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step", scope=STEP)
-    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step", scope=FOLLOWS)
-    max_batch: bool = _field(False, "plan for the largest batch that fits", scope=FOLLOWS)
-    max_tokens: bool = _field(False, _MAX_TOKENS, option="max_seq", scope=FOLLOWS)
+    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step", scope=PLAN)
+    max_batch: bool = _field(False, "plan for the largest batch that fits", scope=PLAN)
+    max_tokens: bool = _field(False, _MAX_TOKENS, option="max_seq", scope=PLAN)
     attention: str = _field("sdpa", "attention implementation, as transformers names it")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask", scope=STEP)
     trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
-    generation: int | None = _number(None, _GENERATION, scope=FOLLOWS)
+    generation: int | None = _number(None, _GENERATION, scope=PLAN)
     packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
-    ranks: int = _number(1, "processes, with a device each", label="Ranks")
+    ranks: int = _number(1, "processes, with a device each", label="Ranks", scope=COSTS)
     parallel: str = _field("ddp", _WAYS, read=way_named, choices=tuple(WAYS), label="Shared by")
     architecture: str | None = _field(None, "class of the model, in place of its config's")
     head: int | str = _field("whole", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
-    mlp: int | str = _field("whole", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=FOLLOWS)
-    segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=FOLLOWS)
-    device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=FOLLOWS)
-    budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=FOLLOWS)
-    host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=FOLLOWS)
-    spec: Spec | None = _field(None, _SPEC, read=_spec, scope=FOLLOWS)  # noqa: RUF009  # a field
+    mlp: int | str = _field("whole", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=COSTS)
+    segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=PLAN)
+    device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=PLAN)
+    budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=PLAN)
+    host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=PLAN)
+    spec: Spec | None = _field(None, _SPEC, read=_spec, scope=PLAN)  # noqa: RUF009  # a field
 
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
@@ -241,6 +243,8 @@ class Question:
     def only(self, *scopes: str) -> Question:
         """The question with defaults in place of all fields but those of these scopes."""
         others = {name: field.default for name, field in FIELDS.items() if field.scope not in scopes}
+        if "ranks" in others:  # under DDP, the model of each rank and its step are those of one
+            others["ranks"] = 1 if self.parallel == FIELDS["parallel"].default else 2
         return dataclasses.replace(self, **others)
 
     @property

@@ -31,14 +31,15 @@ from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.quantised import EightBitLinear
-from hf_ckpt.forecast.question import MODEL, STEP, Question
+from hf_ckpt.forecast.question import COSTS, MODEL, STEP, Question
 from hf_ckpt.forecast.ranks import on_a_rank
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels, step_of
 from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.families import refuse_long
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, planned_actions
-from hf_ckpt.spec.plan import Plan
+from hf_ckpt.spec.plan import Block, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,35 +51,63 @@ class _Measured:
     """See `Boundaries.chunks_help`."""
 
 
-def costs_of_model(model: ShallowModel, training: Question, device: Device, further: Iterable[Action] = ()) -> Costs:
-    """What a model costs under every action, for one batch shape.
+@dataclasses.dataclass(frozen=True)
+class Measuring:
+    """All that a function which measures is given beside the model. It can read nothing else, so what it returns is
+    stored by this."""
+
+    training: Question
+    """The fields of a question that it may read; others have their defaults."""
+    device: Device
+    """Its row gives the time of operations."""
+    actions: tuple[Action, ...]
+    """The actions to measure."""
+    holds: bool = True
+    """Whether 8-bit layers hold their inputs, as they do."""
+
+    def step(self, action: Action, head: int | str | None = None, *, holds: bool = True) -> Measuring:
+        """The measuring of one micro-step with an action; with another head, if one is given."""
+        training = self.training if head is None else dataclasses.replace(self.training, head=head)
+        return Measuring(training.only(MODEL, STEP), self.device, (action,), holds)
+
+
+def measuring(training: Question, device: Device, further: Iterable[Action] = ()) -> Measuring:
+    """All that the costs of a training depend on.
 
     Args:
-        model: a shallow model.
         training: what is trained, and how.
-        device: its row gives the time of operations.
+        device: where.
         further: actions beside those that a plan for a budget chooses from.
 
-    Raises `HfCkptError` if the model does not run on fake tensors, or if a step calls a block twice.
+    Raises `HfCkptError` for actions that ranks cannot be planned with.
     """
-    with model.fake:
-        batch = micro_step(training, model.base).batch
-    whole = _measure(model, training, device, FULL)
-    tile = None if training.mlp == "whole" else training.mlp
-    actions = tuple(dict.fromkeys([*planned_actions(tile=tile), *further]))
+    actions = tuple(dict.fromkeys([*planned_actions(tile=_tile_of(training)), *further]))
     if not training.way.rebuilds:
         actions = tuple(action for action in actions if action in (KEEP, FULL))
         if set(further) - set(actions):
             raise HfCkptError(f"{training.parallel} is planned for with `keep` and `full` only: use another spec.")
-    step = _with_needs_of(actions, whole.step, model, training, device)
+    return Measuring(training.only(MODEL, STEP, COSTS), device, actions)
+
+
+def _tile_of(training: Question) -> int | str | None:
+    """Tokens of a tile, or `auto`; None if feed-forwards run as a whole."""
+    return None if training.mlp == "whole" else training.mlp
+
+
+def costs_of_model(model: ShallowModel, asked: Measuring) -> Costs:
+    """What a shallow model costs under every action, for one batch shape.
+
+    Raises `HfCkptError` for too long sequences, if the model does not run on fake tensors, or if a step calls a block
+    twice.
+    """
+    training = asked.training
+    device = asked.device
+    refuse_long(model.base.config, training.tokens, training.model)
+    with model.fake:
+        batch = micro_step(training, model.base).batch
+    whole = _measure(model, asked.step(FULL))
     all_blocks = find_blocks(model.base)
-    blocks = {block.name: block for block in all_blocks.blocks}
-    held = [0] * len(step.calls)
-    if training.load_in_8bit:  # what each call holds under `full`, too, in attributes that no hook sees
-        without = _measure(model, training, device, FULL, holds=False).step
-        held = [call.forward.net - other.forward.net for call, other in zip(step.calls, without.calls, strict=True)]
-    needs = {call.name: _needs_of(call, actions, size) for call, size in zip(step.calls, held, strict=True)}
-    shallow = costs_of_step(step, [blocks[name] for name, _ in step.names], needs, actions)
+    shallow = _shallow_costs(model, asked, whole.step, all_blocks.blocks)
     calls = _at_real_depth(model, shallow.calls)
     forward, backward = shallow.head
     spent = forward.nanoseconds
@@ -98,7 +127,7 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
         blocks=tuple(model.likes),
         accumulation=training.accumulation,
         divides=not training.sharded,
-        least=FULL if tile is None else Action("full+tiles", tile=tile),
+        least=FULL if _tile_of(training) is None else Action("full+tiles", tile=_tile_of(training)),
         # A fused step reads and writes the state, and reads gradients and weights and writes these.
         optimizer_nanoseconds=device.nanoseconds(0, 2 * static.optimizer + 3 * static.gradients, 4),
         head_tokens=training.head,
@@ -108,22 +137,31 @@ def costs_of_model(model: ShallowModel, training: Question, device: Device, furt
     return on_a_rank(costs, model, training)
 
 
-def _with_needs_of(
-    actions: Iterable[Action], step: Step, model: ShallowModel, training: Question, device: Device
-) -> Step:
+def _shallow_costs(model: ShallowModel, asked: Measuring, full: Step, blocks: Iterable[Block]) -> Costs:
+    """What the step of a shallow model costs, from that under `full`."""
+    step = _with_needs_of(asked, full, model)
+    held = [0] * len(step.calls)
+    if asked.training.load_in_8bit:  # what each call holds under `full`, too, in attributes that no hook sees
+        without = _measure(model, asked.step(FULL, holds=False)).step
+        held = [call.forward.net - other.forward.net for call, other in zip(step.calls, without.calls, strict=True)]
+    needs = {call.name: _needs_of(call, asked.actions, size) for call, size in zip(step.calls, held, strict=True)}
+    by_name = {block.name: block for block in blocks}
+    return costs_of_step(step, [by_name[name] for name, _ in step.names], needs, asked.actions)
+
+
+def _with_needs_of(asked: Measuring, step: Step, model: ShallowModel) -> Step:
     """A step under `full`, with what other steps show of further actions.
 
     In these, only one block of each kind runs, and the first of each stack.
     """
-    plain = dataclasses.replace(training, head="whole")  # the head does not change what blocks cost
     shown_by = _shown_by(model, step)
     with only(model, set(shown_by.values())) as meanwhile:
-        for action in actions:
+        for action in asked.actions:
             if action == FULL:
                 continue
             if action.kind == FULL_SELECTIVE.kind:  # what it costs follows from this one
                 action = Action(SELECTIVE.kind, action.save)
-            other = _measure(model, plain, device, action).step
+            other = _measure(model, asked.step(action, head="whole")).step  # which the head does not change
             calls = (dataclasses.replace(call, name=(meanwhile[call.name[0]], call.name[1])) for call in other.calls)
             other = dataclasses.replace(other, calls=tuple(calls))
             if action.tile is None:
@@ -225,19 +263,16 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(
-    model: ShallowModel, training: Question, device: Device, action: Action, *, holds: bool = True
-) -> _Measured:
+def _measure(model: ShallowModel, asked: Measuring) -> _Measured:
     """Measure one micro-step of the shallow model under `full`, with trials of an action; once for each.
 
-    Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves. `holds` is whether
-    8-bit layers hold their inputs, as they do.
+    Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves.
     """
-    # Budgets and optimizers change no micro-step, so a page whose slider moves measures nothing anew.
-    key = training.only(MODEL, STEP), device, action, holds
-    if key in model.measured:
-        measured: _Measured = model.measured[key]
+    if asked in model.measured:
+        measured: _Measured = model.measured[asked]
         return measured
+    training = asked.training
+    (action,) = asked.actions
     base = model.base.train()
     blocks = find_blocks(base)
     uniform = FULL if action.tile is None else action
@@ -245,15 +280,15 @@ def _measure(
     try:
         # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
-        fakes = compat.fakes.running(on_accelerator=device.name != "cpu")
-        eight = mock.patch.multiple(EightBitLinear, on_accelerator=device.name != "cpu", holds=holds)
+        fakes = compat.fakes.running(on_accelerator=asked.device.name != "cpu")
+        eight = mock.patch.multiple(EightBitLinear, on_accelerator=asked.device.name != "cpu", holds=asked.holds)
         with stay, eight, temporarily(base, plan) as record, model.fake, fakes:
             last = None if action == uniform else action
             attempts = dict.fromkeys(blocks.modules, Attempts(last=last))
             for name in attempts:
                 record.functions.trials(name, attempts[name])  # their hooks must be on the blocks
             put_on(blocks, record)
-            model.measured[key] = measured = _run(base, record, attempts, training, device)
+            model.measured[asked] = measured = _run(base, record, attempts, asked)
             return measured
     except HfCkptError:
         raise
@@ -267,16 +302,15 @@ def _measure(
         base.zero_grad()
 
 
-def _run(
-    model: nn.Module, record: Installation, attempts: Mapping[str, Attempts], training: Question, device: Device
-) -> _Measured:
+def _run(model: nn.Module, record: Installation, attempts: Mapping[str, Attempts], asked: Measuring) -> _Measured:
+    training = asked.training
     step = micro_step(training, model)
     if training.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     # FlashAttention gets the lengths of packed sequences; others get a mask of [tokens, tokens].
     padded = training.padded or (training.packing and not training.attention.startswith("flash_attention"))
-    meter = FakeMeter(device.nanoseconds, model, step.batch, padded=padded)
+    meter = FakeMeter(asked.device.nanoseconds, model, step.batch, padded=padded)
     marks = Levels(meter.memory, meter)
     autocast = DTYPES[training.autocast_name] if training.autocast_name else None
     with contextlib.ExitStack() as cleanup:

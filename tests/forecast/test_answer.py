@@ -262,9 +262,9 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
     measure = forecast_module.costs_of_model
     batches = []
 
-    def count(model, training, *args):
-        batches.append(training.batch)
-        return measure(model, training, *args)
+    def count(model, asked):
+        batches.append(asked.training.batch)
+        return measure(model, asked)
 
     monkeypatch.setattr(forecast_module, "costs_of_model", count)
     forecaster = Forecaster(question(asked))
