@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 from collections.abc import Callable
@@ -19,8 +20,14 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 """Names of the types that weights and autocast may have."""
 NO_PLAN = "this cannot be planned for before a run. `full`, `selective` and a budget measured in the run work."
 """The end of errors about models."""
-_OF_CLASSES = ("ForSequenceClassification", "ForNextSentencePrediction", "ForImageClassification")
+_OF_CLASSES = (
+    *("ForSequenceClassification", "ForNextSentencePrediction", "ForImageClassification", "ForAudioClassification"),
+)
 """Ends of names of models with one label a sequence or image."""
+_FRAMES = 100
+"""Whisper's frames of a second."""
+_SAMPLES = 16_000
+"""Samples of a second of recordings that models such as wav2vec 2.0 take."""
 _OF_CHOICES = "ForMultipleChoice"
 """End of names of models that score several sequences for each label."""
 
@@ -47,7 +54,7 @@ def micro_step(training: Question, base: Any) -> MicroStep:
     if "return_loss" in takes:  # such as CLIP's
         raise HfCkptError(f"{name} compares every image of a batch with every text: {NO_PLAN}")
     batch = _inputs(training, base)
-    has_loss = "labels" in takes
+    has_loss = "labels" in takes and not name.endswith("ForCTC")
     if has_loss or base.config.is_encoder_decoder:
         shape: tuple[int, ...] = training.shape
         if name.endswith((*_OF_CLASSES, _OF_CHOICES)):
@@ -56,7 +63,9 @@ def micro_step(training: Question, base: Any) -> MicroStep:
             shape = training.rows, training.target_tokens or training.tokens
         batch["labels" if has_loss else "decoder_input_ids"] = torch.zeros(shape, dtype=torch.long)
     if training.trainer is None:
-        return MicroStep(batch) if has_loss else MicroStep(batch, mean_square)
+        is_ctc = name.endswith("ForCTC") and "input_values" in batch
+        other_loss = functools.partial(_of_alignments, batch["input_values"]) if is_ctc else mean_square
+        return MicroStep(batch) if has_loss else MicroStep(batch, other_loss)
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
         raise HfCkptError(f"{name} is no causal language model, which the trainer {training.trainer} needs.")
     loss, outputs = _OF_TRL[training.trainer]
@@ -77,11 +86,21 @@ def _inputs(training: Question, base: Any) -> dict[str, Any]:
     kind = getattr(base, "main_input_name", "input_ids")
     frames = 2 * getattr(base.config, "max_source_positions", 0)  # Whisper's convolutions halve the number
     has_frames = kind == "input_features" and frames and hasattr(base.config, "num_mel_bins")
-    if kind not in ("input_ids", "pixel_values") and not has_frames:
-        raise HfCkptError(f"{type(base).__name__} takes {kind}, and not text or images: {NO_PLAN}")
+    has_samples = kind == "input_values" and hasattr(base.config, "conv_stride")
+    if kind not in ("input_ids", "pixel_values") and not has_frames and not has_samples:
+        raise HfCkptError(f"{type(base).__name__} takes {kind}, and not text, images or sound: {NO_PLAN}")
+    if training.seconds is not None and not (has_frames or has_samples):
+        raise HfCkptError(f"{type(base).__name__} takes no recordings: leave `seconds` out.")
     batch: dict[str, Any] = {}
     if has_frames:  # every recording is padded to the same length: 3000 frames, which are 30 seconds
+        most = frames // _FRAMES
+        if training.seconds is not None and training.seconds > most:
+            raise HfCkptError(f"{type(base).__name__} takes {most} seconds, but {training.seconds} are asked for.")
         batch[kind] = torch.zeros((training.rows, base.config.num_mel_bins, frames), dtype=base.dtype)
+    if has_samples:
+        if training.seconds is None:
+            raise HfCkptError(f"{type(base).__name__} takes recordings: give their length (seconds).")
+        batch[kind] = torch.zeros((training.rows, training.seconds * _SAMPLES), dtype=base.dtype)
     if kind == "input_ids":
         # Packed sequences have position ids, which mark where each begins, in place of a mask: transformers makes
         # the mask from them (`find_packed_sequence_indices` in masking_utils.py).
@@ -106,6 +125,13 @@ def mean_square(outputs: Any) -> torch.Tensor:
     """A loss of a model that has none of its own, from its first output."""
     scores: torch.Tensor = outputs[0]
     return scores.float().square().mean()
+
+
+def _of_alignments(samples: torch.Tensor, outputs: Any) -> torch.Tensor:
+    """A loss of log probabilities, [frames, sequences, vocabulary], as CTC's, whose sums over alignments depend on
+    values. These take a few numbers a frame, and the mask that models make of their samples more."""
+    mask = torch.ones_like(samples, dtype=torch.long)  # noqa: F841  # alive while the loss is computed
+    return nn.functional.log_softmax(outputs.logits, dim=-1, dtype=torch.float32).transpose(0, 1).square().mean()
 
 
 def _of_label_scores(outputs: Any) -> torch.Tensor:

@@ -127,7 +127,11 @@ def _cut(model: nn.Module) -> dict[Block, str]:
     likes: dict[Block, str] = {}
     for stack in _stacks(all_blocks):
         # Blocks below all that is trained have no backward, so they need other memory than their like.
-        looks = [(_look_of(all_blocks.modules[block.name]), block.name in frozen) for block in stack.blocks]
+        modules = [all_blocks.modules[block.name] for block in stack.blocks]
+        # Each convolution of a recording shortens it, so none stands for another.
+        places_of_strides = [place if _shortens(module) else None for place, module in enumerate(modules)]
+        frozen_blocks = [block.name in frozen for block in stack.blocks]
+        looks = [*zip(map(_look_of, modules), frozen_blocks, places_of_strides, strict=True)]
         places = _stand_ins(list(itertools.zip_longest(looks, stack.types)))
         kept = sorted(set(places))
         likes |= {block: stack.name_at(kept.index(place)) for block, place in zip(stack.blocks, places, strict=True)}
@@ -217,6 +221,11 @@ def _stand_ins(kinds: Sequence[Any]) -> list[int]:
         else:
             stand_ins.append(alike[1])
     return stand_ins
+
+
+def _shortens(block: nn.Module) -> bool:
+    """Whether a block has a convolution over time that leaves out steps."""
+    return any(isinstance(part, nn.Conv1d) and part.stride != (1,) for part in block.modules())
 
 
 def _look_of(block: nn.Module) -> str:
@@ -343,6 +352,8 @@ def _make(config: Any, training: Question) -> nn.Module:
     for chance in compat.transformers.LAYER_DROP:  # blocks would be skipped at random
         if hasattr(config, chance):
             setattr(config, chance, 0.0)
+    if hasattr(config, "apply_spec_augment"):  # masks a few steps of a recording: how many depends on random values
+        config.apply_spec_augment = False
     try:
         model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # models do not validate configs: any error may follow

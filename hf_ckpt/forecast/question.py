@@ -178,6 +178,7 @@ class Question:
     images: int = _number(0, f"images a sequence, {_OF_IMAGES}", scope=STEP)
     choices: int = _number(4, "sequences of a label, of a model for multiple choice", scope=STEP)
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)", scope=STEP)
+    seconds: int | None = _number(None, "length of recordings (Whisper: 30; others have no default)", scope=STEP)
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
     lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")

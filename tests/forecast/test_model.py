@@ -103,10 +103,20 @@ SIDES = ("encoder", "decoder")
 OF_SPEECH = {f"{side}_{name}": size for side in SIDES for name, size in (("layers", 4), ("ffn_dim", 128))}
 OF_SPEECH |= {f"{side}_attention_heads": 4 for side in SIDES} | dict.fromkeys(("bos_token_id", "eos_token_id"), 1)
 OF_SPEECH |= {"max_source_positions": 100, "num_mel_bins": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
+SOUND = transformers.Wav2Vec2Config(
+    **{"hidden_size": 64, "intermediate_size": 128, "conv_dim": (32,) * 7, "vocab_size": 40, "layerdrop": 0.1, **WIDE},
+    num_conv_pos_embeddings=16,
+    num_conv_pos_embedding_groups=4,
+)
 OTHERS = {
     "BertForMultipleChoice": (
         transformers.BertConfig(hidden_size=64, intermediate_size=128, vocab_size=100, **WIDE),
         lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0, 0] % 4},
+    ),
+    "Wav2Vec2ForCTC": (SOUND, lambda ids: {"input_values": torch.randn(2, 16_000), "labels": ids[:, 0] % 30 + 1}),
+    "Wav2Vec2ForSequenceClassification": (
+        SOUND,
+        lambda ids: {"input_values": torch.randn(2, 16_000), "labels": ids[:, 0, 0] % 2},
     ),
     "WhisperForConditionalGeneration": (
         transformers.WhisperConfig(vocab_size=100, d_model=64, **OF_SPEECH, attn_implementation="sdpa"),
@@ -117,15 +127,24 @@ OTHERS = {
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_multiple_choice_and_speech_need_what_is_predicted(architecture):
-    """Four sequences of 32 tokens for a label; recordings of 200 frames, and 32 tokens of text."""
+    """Four sequences of 32 tokens for a label; recordings of 200 frames or 16,000 samples, and 32 tokens of text.
+
+    Layers are not dropped, and recordings not masked at random.
+    """
     if architecture.startswith("Whisper") and not hasattr(
         transformers.PreTrainedModel, "activation_checkpointing_enable"
     ):
         pytest.skip("with older transformers, Whisper is refused by name before a run")
     config, batch_of = OTHERS[architecture]
     batch = batch_of(torch.randint(3, 90, (2, 4, 32)))
-    model = getattr(transformers, architecture)(config).train()
     asked = {"device": "cpu", "budget": "8GiB", "optimizer": "sgd", "dtype": "float32", "tokens": 32}
+    if "input_values" in batch:
+        asked["seconds"] = 1
+    model = getattr(transformers, architecture)(config).train()
+    for module in model.modules():  # what a forecast turns off
+        settings = getattr(module, "config", None)
+        if hasattr(settings, "apply_spec_augment"):
+            settings.apply_spec_augment, settings.layerdrop = False, 0.0
     forecast = hf_ckpt.predict(config, 2, architecture=architecture, **asked)
     optimizer = torch.optim.SGD(model.parameters())
     for policy, row in zip(("none", "full"), forecast.usual, strict=True):
@@ -286,20 +305,26 @@ def test_a_depth_that_the_config_computes_is_not_set():
     assert (encoder.num_encoder_layers, decoder.num_decoder_layers) == (4, 4)
 
 
-SPEECH = transformers.Wav2Vec2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
 REFUSED = {
-    "ReadsItsLogits": (tiny_model("llama").config, "how large its tensors are depends on their values"),
-    "Wav2Vec2ForCTC": (SPEECH, "Wav2Vec2ForCTC takes input_values, and not text or"),
+    "ReadsItsLogits": (tiny_model("llama").config, {}, "how large its tensors are depends on their values"),
+    "Wav2Vec2ForCTC": (SOUND, {}, r"Wav2Vec2ForCTC takes recordings: give their length \(seconds\)"),
+    "ASTForAudioClassification": (transformers.ASTConfig(), {}, "takes input_values, and not text, images or sound"),
+    "WhisperForConditionalGeneration": (
+        transformers.WhisperConfig(),
+        {"seconds": 31},
+        "30 seconds, but 31 are asked for",
+    ),
+    "LlamaForCausalLM": (tiny_model("llama").config, {"seconds": 2}, "LlamaForCausalLM takes no recordings"),
 }
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_models_that_cannot_be_planned_for_are_refused(architecture, monkeypatch):
     monkeypatch.setattr(transformers, "ReadsItsLogits", ReadsItsLogits, raising=False)
-    config, said = REFUSED[architecture]
+    config, asked, said = REFUSED[architecture]
     with pytest.raises(HfCkptError, match=said) as raised:
-        hf_ckpt.predict(config, tokens=16, device="h100", architecture=architecture)
-    assert "work" in str(raised.value)
+        hf_ckpt.predict(config, tokens=16, device="h100", architecture=architecture, **asked)
+    assert asked or "give" in str(raised.value) or "work" in str(raised.value)
 
 
 # --- accelerators -----------------------------------------------------------------------------------------------------
