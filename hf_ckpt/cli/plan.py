@@ -17,7 +17,7 @@ from typing import Any
 from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
 from hf_ckpt.forecast.question import FIELDS, Question, question
-from hf_ckpt.forecast.result import Forecast, print_comparison, print_plan, print_rows
+from hf_ckpt.forecast.result import Forecast, Printer, print_comparison
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 
@@ -54,20 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against is not None:
         return _compare(arguments, training, console)
     saved_as = {} if arguments.out is None else {"saved_as": str(arguments.out)}
-    first: list[Forecast] = []
-
-    def show(forecast: Forecast) -> None:
-        first.append(_for_program(forecast, program))
-        if not arguments.json:
-            print_plan(first[0], console)
-
-    answered = Forecaster(training, print_progress, **saved_as).answer(show=show)
-    forecast = _for_program(answered, program)
+    printer = Printer(console)
+    forecaster = Forecaster(training, print_progress, **saved_as)
     if arguments.json:
+        forecast = _for_program(forecaster.answer(), program)
         print(json.dumps(forecast.to_dict(), indent=1))
     else:
-        print_plain(console, *(f"note: {note}" for note in forecast.notes if note not in first[0].notes))
-        print_rows(forecast, console)
+        answered = forecaster.answer(lambda first: printer.show(_for_program(first, program)), printer.add)
+        forecast = _for_program(answered, program)
+        printer.end(forecast)
     if forecast.plan is None:
         return 2
     if arguments.out is not None:

@@ -33,7 +33,7 @@ from hf_ckpt.forecast.result import (
     to_write,
     verdict_of,
 )
-from hf_ckpt.forecast.run import Measuring, costs_of_model, measuring
+from hf_ckpt.forecast.run import Inputs, costs_of_model, inputs_of
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.planner.policies import make_plan
@@ -195,13 +195,19 @@ class Forecaster:
         self._tell = tell
         self._config = config
         self._models: dict[Question, ShallowModel] = {}
-        self._costs: dict[Measuring, Costs] = {}
+        self._costs: dict[Inputs, Costs] = {}
 
-    def answer(self, *, nearest: bool = True, show: Callable[[Forecast], None] = lambda first: None) -> Forecast:
+    def answer(
+        self,
+        show: Callable[[Forecast], None] = lambda first: None,
+        add: Callable[[Row], None] = lambda row: None,
+        *,
+        nearest: bool = True,
+    ) -> Forecast:
         """Return the fastest plan within the question's budget, with what to compare it with.
 
         With `global_batch`, the fastest micro-batch and accumulation become those of the question. `show` is called
-        with the answer before changes are measured, whose rows it lacks.
+        with the answer before changes are measured, and `add` with each further row as soon as it is there.
 
         If no plan fits, return the one with the lowest peak, with what fits with a change as its rows. If `nearest` is
         False, raise `InfeasibleError` instead. Raises `HfCkptError` for a model that cannot be found or measured.
@@ -215,39 +221,51 @@ class Forecaster:
         except InfeasibleError as error:
             if not nearest:
                 raise
-            # Not an error for who asks "what would fit?": the page and the command show what the lowest peak consists
-            # of, and what fits with one change.
-            lowest = self.lowest()
-            costs = self.costs_of(self.training)
-            rows_of_spec, of_spec = self._spec_rows()
-            notes = (
-                *error.notes,
-                *self._notes_beside(costs),
-                *of_spec,
-                *(f"to lower it: {hint}" for hint in error.hints),
-            )
-            first = dataclasses.replace(lowest, notes=notes, others=rows_of_spec, write={}, plan=None)
-            show(first)
-            rows = self._changed_rows(FIELDS)
-            if all(row.name == SHORTER for row in rows):  # what a training sees of its data is the last thing to change
-                several = self._combined_row()
-                if several is not None and several.fits:
-                    rows = (several, *rows)
-                elif several is not None:
-                    peak = format_bytes(several.peak_bytes)
-                    above = format_bytes(several.peak_bytes - self.budget)
-                    notes += (f"several changes do not suffice: {several.options} needs {peak}, {above} too much",)
-            return dataclasses.replace(first, notes=notes, others=(*rows_of_spec, *rows))
+            return self._nearest(error, show, add)
         rows_of_spec, notes = self._spec_rows()
         notes = (*margin, *forecast.notes, *notes)
-        show(dataclasses.replace(forecast, notes=notes))
-        fields = (
-            OF_THE_PLAN if forecast.plan and forecast.plan.active() else ()
-        )  # more memory cannot make a plain step faster
-        # A row that is less than a percent faster is not worth reading: predictions of times are not that exact.
-        faster = [row for row in self._changed_rows(fields) if row.step_seconds < 0.99 * forecast.step_seconds]
-        others = (*rows_of_spec, *splits, *faster, *forecast.others)
-        return dataclasses.replace(forecast, others=others, notes=notes)
+        first = dataclasses.replace(forecast, notes=notes, others=(*rows_of_spec, *splits))
+        show(first)
+        # More memory cannot make a step faster that recomputes nothing.
+        fields = OF_THE_PLAN if forecast.plan and forecast.plan.active() else ()
+        faster = []
+        for row in self._changed_rows(fields):
+            # A row that is less than a percent faster is not worth reading: predictions are not that exact.
+            if row.step_seconds < 0.99 * forecast.step_seconds:
+                faster.append(row)
+                add(row)
+        for row in forecast.others:
+            add(row)
+        return dataclasses.replace(first, others=(*first.others, *faster, *forecast.others))
+
+    def _nearest(
+        self, error: InfeasibleError, show: Callable[[Forecast], None], add: Callable[[Row], None]
+    ) -> Forecast:
+        """Return the plan with the lowest peak, and what fits with a change, as `answer` does.
+
+        No error for who asks "what would fit?": the page and the command show what the lowest peak consists of.
+        """
+        lowest = self.lowest()
+        beside = self._notes_beside(self.costs_of(self.training))
+        rows_of_spec, of_spec = self._spec_rows()
+        hints = (f"to lower it: {hint}" for hint in error.hints)
+        notes = (*error.notes, *beside, *of_spec, *hints)
+        first = dataclasses.replace(lowest, notes=notes, others=rows_of_spec, write={}, plan=None)
+        show(first)
+        rows = []
+        for row in self._changed_rows(FIELDS):
+            rows.append(row)
+            add(row)
+        if all(row.name == SHORTER for row in rows):  # what a training sees of its data is the last thing to change
+            several = self._combined_row()
+            if several is not None and several.fits:
+                rows.insert(0, several)
+                add(several)
+            elif several is not None:
+                peak = format_bytes(several.peak_bytes)
+                above = format_bytes(several.peak_bytes - self.budget)
+                notes += (f"several changes do not suffice: {several.options} needs {peak}, {above} too much",)
+        return dataclasses.replace(first, notes=notes, others=(*rows_of_spec, *rows))
 
     def lowest(self) -> Forecast:
         """Return the forecast of the plan with the lowest peak, whatever the budget is."""
@@ -275,24 +293,13 @@ class Forecaster:
         usual = {
             name + label: Selection(whole_head, whole_head.uniform(action)).plan() for name, action in USUAL.items()
         }
-        moments = selection.timeline
-        (_, resident), *moving = moments.worst.parts().items()
-        static = costs.static
-        parts = {
-            "weights": static.parameters,
-            "optimizer state": static.optimizer,
-            "the optimizer's copy of the weights in float32": static.master,
-            "copies of gradients in DDP's buckets": static.buckets,
-            f"weights gathered by {training.way.title}": static.gathered,
-        }
-        parts["buffers and batch"] = resident - sum(parts.values())
         return Forecast(
             row=row,
             verdict=verdict_of(training, self.device, row, limit, self._memory),
             assumed=assumed_of(training, plan.model, self.device, limit),
             budget_bytes=limit,
             floor_bytes=min(self._frontier),
-            parts={**parts, **dict(moving)},
+            parts=self._parts(selection),
             allocator_bytes=allocator_bytes_of(self.device, row),
             left=left_of(self.device, row),
             notes=(
@@ -306,9 +313,23 @@ class Forecaster:
             frontier=tuple(self._row("planned", way, limit) for way in self._frontier.values()),
             write=to_write(training, row.spec or {}, "" if isinstance(self._config, nn.Module) else plan.model),
             plan=plan,
-            timeline=moments,
+            timeline=selection.timeline,
             within=self.within,
         )
+
+    def _parts(self, selection: Selection) -> dict[str, int]:
+        """Return what fills the peak: name -> bytes."""
+        (_, resident), *moving = selection.timeline.worst.parts().items()
+        static = selection.costs.static
+        parts = {
+            "weights": static.parameters,
+            "optimizer state": static.optimizer,
+            "the optimizer's copy of the weights in float32": static.master,
+            "copies of gradients in DDP's buckets": static.buckets,
+            f"weights gathered by {self.training.way.title}": static.gathered,
+        }
+        parts["buffers and batch"] = resident - sum(parts.values())
+        return {**parts, **dict(moving)}
 
     def _compiled_note(self, plan: Plan, full: Plan) -> Iterator[str]:
         """A note on compiled blocks, for which no figures are predicted, if the plan recomputes something."""
@@ -343,16 +364,19 @@ class Forecaster:
         fits = predicted.peak_bytes <= min(limit, self.device.memory_bytes or limit)
         return Row(name, options, predicted.peak_bytes, predicted.step_seconds, predicted.tokens_per_second, fits, spec)
 
-    def _changed_rows(self, fields: Collection[str]) -> tuple[Row, ...]:
-        """Return the fastest plans that fit with one change of these fields; of one name, the first that fits."""
-        rows: dict[str, Row] = {}
+    def _changed_rows(self, fields: Collection[str]) -> Iterator[Row]:
+        """Yield the fastest plans that fit with one change of these fields; of one name, the first that fits."""
+        names = set()
         for name, change in self._changes():
-            if name in rows or not change.keys() <= set(fields):
+            if name in names or not change.keys() <= set(fields):
                 continue
+            row = None
             with contextlib.suppress(HfCkptError):
                 if self._least_bytes(change) <= self.budget:
-                    rows[name] = self._changed_row(name, change)
-        return tuple(rows.values())
+                    row = self._changed_row(name, change)
+            if row is not None:
+                names.add(name)
+                yield row
 
     def _changed_row(self, name: str, change: Mapping[str, Any], *, fits: bool = True) -> Row:
         """Return the fastest plan with a change. If none fits, raise `InfeasibleError`, or without `fits`, return the
@@ -385,7 +409,7 @@ class Forecaster:
             )
             # In a step of one micro-step, no gradients of earlier ones are alive.
             has_fewer = training.accumulation == 1 < larger.accumulation
-            if max(batch, length) > 1 or has_fewer or self._measuring(same_size) != self._measuring(training):
+            if max(batch, length) > 1 or has_fewer or self._inputs_of(same_size) != self._inputs_of(training):
                 continue
             # What is alive at the peak is a polynomial of batch and length, whose constant part holds at least what is
             # always alive. No part grows with more than the square of the length, or that of a packed row.
@@ -580,22 +604,22 @@ class Forecaster:
         `further` are actions beside those that a plan chooses from. Raises `HfCkptError` for a model that does not run
         on fake tensors.
         """
-        asked = self._measuring(training, further)
-        if asked not in self._costs:
+        inputs = self._inputs_of(training, further)
+        if inputs not in self._costs:
             model = self._model_of(training)
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
-            costs = costs_of_model(model, asked)
+            costs = costs_of_model(model, inputs)
             # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
             # that "4 bits" of such a model may be far larger than its users expect.
             experts = nbytes(tensor for tensor in model.tensors if len(tensor.shape) > 2)
             if training.bits and experts > costs.static.parameters / 2:
                 note = f"{format_bytes(experts)} of weights are stacked experts, which bitsandbytes does not quantise"
                 costs = dataclasses.replace(costs, notes=(note,))
-            self._costs[asked] = costs
-        return self._costs[asked]
+            self._costs[inputs] = costs
+        return self._costs[inputs]
 
-    def _measuring(self, training: Question, further: frozenset[Action] = frozenset()) -> Measuring:
-        return measuring(training, self.device, further)
+    def _inputs_of(self, training: Question, further: frozenset[Action] = frozenset()) -> Inputs:
+        return inputs_of(training, self.device, further)
 
     def _model_of(self, training: Question) -> ShallowModel:
         """Return the shallow model of a question."""

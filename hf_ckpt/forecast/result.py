@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_ckpt.console import print_plain
@@ -48,6 +48,12 @@ class Row:
     """Whether the peak is within the budget and the device."""
     spec: Mapping[str, Any] | None
     """The checkpointing kwargs of a plan; None for ways of transformers."""
+
+    def cells(self) -> tuple[str, ...]:
+        """It as texts, in the columns of `HEADS`."""
+        speed = f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else "-"
+        fits = "yes" if self.fits else "no"
+        return self.name, self.options, format_bytes(self.peak_bytes), format_seconds(self.step_seconds), speed, fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,52 +171,60 @@ class Forecast:
 
     def table(self) -> list[tuple[str, ...]]:
         """The rows as texts, in the columns of `HEADS`."""
-        cells: list[tuple[str, ...]] = []
-        for row in self.rows:
-            speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
-            fits = "yes" if row.fits else "no"
-            figures = format_bytes(row.peak_bytes), format_seconds(row.step_seconds)
-            cells.append((row.name, row.options, *figures, speed, fits))
-        return cells
+        return [row.cells() for row in self.rows]
 
 
-def print_forecast(forecast: Forecast, console: Console) -> None:
-    """Print whether it fits, what to copy, the plan, what fills its peak, and the rows. Long lines are not wrapped."""
-    print_plan(forecast, console)
-    print_rows(forecast, console)
+class Printer:
+    """Prints an answer as its parts come. Long lines are not wrapped.
+
+    Args:
+        console: where it is printed.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._heading: tuple[str, ...] = ()
+        """What is printed before the next row."""
+        self._notes: tuple[str, ...] = ()
+        """The notes that are printed already."""
+
+    def show(self, forecast: Forecast) -> None:
+        """Print whether it fits, what to copy, the plan, what fills its peak, and the rows so far."""
+        print_plain(self._console, forecast.verdict, style="bold")
+        lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
+        for title, text in forecast.write.items():
+            lines += ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
+        if forecast.plan:
+            lines += ["", str(forecast.plan)]
+        parts = [f"  {format_bytes(size):>10}  {name}" for name, size in forecast.parts.items() if size]
+        lines += ["", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts]
+        lines += [*forecast.left, ""]
+        print_plain(self._console, *lines)
+        self._notes = forecast.notes
+        heading = "ways to train it; all figures are predicted"
+        if not forecast.plan:
+            budget = format_bytes(forecast.budget_bytes)
+            heading = f"what fits into {budget} with a change; each row is the fastest plan"
+        self._heading = heading, _line(HEADS)
+        for row in forecast.rows:
+            self.add(row)
+        self._console.file.flush()  # to a pipe, too: what follows may take longer
+
+    def add(self, row: Row) -> None:
+        """Print a row."""
+        print_plain(self._console, *self._heading, _line(row.cells()))
+        self._heading = ()
+        self._console.file.flush()
+
+    def end(self, forecast: Forecast) -> None:
+        """Print the notes that are known only at the end."""
+        print_plain(self._console, *(f"note: {note}" for note in forecast.notes if note not in self._notes))
 
 
-def print_plan(forecast: Forecast, console: Console) -> None:
-    """Print a forecast without its rows."""
-    print_plain(console, forecast.verdict, style="bold")
-    lines = [forecast.assumed, *(f"note: {note}" for note in forecast.notes)]
-    for title, text in forecast.write.items():
-        lines += ["", f"{title}:", *(f"  {line}" for line in text.splitlines())]
-    if forecast.plan:
-        lines += ["", str(forecast.plan)]
-    parts = [f"  {format_bytes(size):>10}  {name}" for name, size in forecast.parts.items() if size]
-    lines += ["", f"{'' if forecast.plan else 'lowest '}peak: {format_bytes(forecast.peak_bytes)}", *parts]
-    lines += [*forecast.left, ""]
-    print_plain(console, *lines)
-    console.file.flush()  # to a pipe, too: the rows may take longer
-
-
-def print_rows(forecast: Forecast, console: Console) -> None:
-    """Print the rows of a forecast."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    if not forecast.rows:
-        return
-    heading = "ways to train it; all figures are predicted"
-    if not forecast.plan:
-        budget = format_bytes(forecast.budget_bytes)
-        heading = f"what fits into {budget} with a change; each row is the fastest plan"
-    print_plain(console, heading)
-    table = Table(*HEADS[:2], *(Column(head, justify="right") for head in HEADS[2:]))
-    for row in forecast.table():
-        table.add_row(*map(Text, row))
-    console.print(table)
+def _line(cells: Sequence[str]) -> str:
+    """The columns of `HEADS` as a line. Names and options, whose longest is not known before, are at the end."""
+    name, options, peak, step, speed, fits = cells
+    return f"  {peak:>10}  {step:>9}  {speed:>9}  {fits:>4}  {name}{': ' if options else ''}{options}"
 
 
 def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:

@@ -52,7 +52,7 @@ class _Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measuring:
+class Inputs:
     """All that a function which measures is given beside the model. It can read nothing else, so what it returns is
     stored by this."""
 
@@ -65,13 +65,13 @@ class Measuring:
     holds: bool = True
     """Whether 8-bit layers hold their inputs, as they do."""
 
-    def step(self, action: Action, head: int | str | None = None, *, holds: bool = True) -> Measuring:
-        """The measuring of one micro-step with an action; with another head, if one is given."""
+    def step(self, action: Action, head: int | str | None = None, *, holds: bool = True) -> Inputs:
+        """The inputs of one micro-step with an action; with another head, if `head` is not None."""
         training = self.training if head is None else dataclasses.replace(self.training, head=head)
-        return Measuring(training.only(MODEL, STEP), self.device, (action,), holds)
+        return Inputs(training.only(MODEL, STEP), self.device, (action,), holds)
 
 
-def measuring(training: Question, device: Device, further: Iterable[Action] = ()) -> Measuring:
+def inputs_of(training: Question, device: Device, further: Iterable[Action] = ()) -> Inputs:
     """All that the costs of a training depend on.
 
     Args:
@@ -86,7 +86,7 @@ def measuring(training: Question, device: Device, further: Iterable[Action] = ()
         actions = tuple(action for action in actions if action in (KEEP, FULL))
         if set(further) - set(actions):
             raise HfCkptError(f"{training.parallel} is planned for with `keep` and `full` only: use another spec.")
-    return Measuring(training.only(MODEL, STEP, COSTS), device, actions)
+    return Inputs(training.only(MODEL, STEP, COSTS), device, actions)
 
 
 def _tile_of(training: Question) -> int | str | None:
@@ -94,20 +94,20 @@ def _tile_of(training: Question) -> int | str | None:
     return None if training.mlp == "whole" else training.mlp
 
 
-def costs_of_model(model: ShallowModel, asked: Measuring) -> Costs:
+def costs_of_model(model: ShallowModel, inputs: Inputs) -> Costs:
     """What a shallow model costs under every action, for one batch shape.
 
     Raises `HfCkptError` for too long sequences, if the model does not run on fake tensors, or if a step calls a block
     twice.
     """
-    training = asked.training
-    device = asked.device
+    training = inputs.training
+    device = inputs.device
     refuse_long(model.base.config, training.tokens, training.model)
     with model.fake:
         batch = micro_step(training, model.base).batch
-    whole = _measure(model, asked.step(FULL))
+    whole = _measure(model, inputs.step(FULL))
     all_blocks = find_blocks(model.base)
-    shallow = _shallow_costs(model, asked, whole.step, all_blocks.blocks)
+    shallow = _shallow_costs(model, inputs, whole.step, all_blocks.blocks)
     calls = _at_real_depth(model, shallow.calls)
     forward, backward = shallow.head
     spent = forward.nanoseconds
@@ -137,31 +137,31 @@ def costs_of_model(model: ShallowModel, asked: Measuring) -> Costs:
     return on_a_rank(costs, model, training)
 
 
-def _shallow_costs(model: ShallowModel, asked: Measuring, full: Step, blocks: Iterable[Block]) -> Costs:
+def _shallow_costs(model: ShallowModel, inputs: Inputs, full: Step, blocks: Iterable[Block]) -> Costs:
     """What the step of a shallow model costs, from that under `full`."""
-    step = _with_needs_of(asked, full, model)
+    step = _with_needs_of(inputs, full, model)
     held = [0] * len(step.calls)
-    if asked.training.load_in_8bit:  # what each call holds under `full`, too, in attributes that no hook sees
-        without = _measure(model, asked.step(FULL, holds=False)).step
+    if inputs.training.load_in_8bit:  # what each call holds under `full`, too, in attributes that no hook sees
+        without = _measure(model, inputs.step(FULL, holds=False)).step
         held = [call.forward.net - other.forward.net for call, other in zip(step.calls, without.calls, strict=True)]
-    needs = {call.name: _needs_of(call, asked.actions, size) for call, size in zip(step.calls, held, strict=True)}
+    needs = {call.name: _needs_of(call, inputs.actions, size) for call, size in zip(step.calls, held, strict=True)}
     by_name = {block.name: block for block in blocks}
-    return costs_of_step(step, [by_name[name] for name, _ in step.names], needs, asked.actions)
+    return costs_of_step(step, [by_name[name] for name, _ in step.names], needs, inputs.actions)
 
 
-def _with_needs_of(asked: Measuring, step: Step, model: ShallowModel) -> Step:
+def _with_needs_of(inputs: Inputs, step: Step, model: ShallowModel) -> Step:
     """A step under `full`, with what other steps show of further actions.
 
     In these, only one block of each kind runs, and the first of each stack.
     """
     shown_by = _shown_by(model, step)
     with only(model, set(shown_by.values())) as meanwhile:
-        for action in asked.actions:
+        for action in inputs.actions:
             if action == FULL:
                 continue
             if action.kind == FULL_SELECTIVE.kind:  # what it costs follows from this one
                 action = Action(SELECTIVE.kind, action.save)
-            other = _measure(model, asked.step(action, head="whole")).step  # which the head does not change
+            other = _measure(model, inputs.step(action, head="whole")).step  # which the head does not change
             calls = (dataclasses.replace(call, name=(meanwhile[call.name[0]], call.name[1])) for call in other.calls)
             other = dataclasses.replace(other, calls=tuple(calls))
             if action.tile is None:
@@ -263,16 +263,16 @@ def _static(model: ShallowModel, training: Question, batch: Mapping[str, Any]) -
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(model: ShallowModel, asked: Measuring) -> _Measured:
+def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
     """Measure one micro-step of the shallow model under `full`, with trials of an action; once for each.
 
     Feed-forwards in tiles run so in the forward, too. So all blocks have such an action themselves.
     """
-    if asked in model.measured:
-        measured: _Measured = model.measured[asked]
+    if inputs in model.measured:
+        measured: _Measured = model.measured[inputs]
         return measured
-    training = asked.training
-    (action,) = asked.actions
+    training = inputs.training
+    (action,) = inputs.actions
     base = model.base.train()
     blocks = find_blocks(base)
     uniform = FULL if action.tile is None else action
@@ -280,15 +280,15 @@ def _measure(model: ShallowModel, asked: Measuring) -> _Measured:
     try:
         # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
-        fakes = compat.fakes.running(on_accelerator=asked.device.name != "cpu")
-        eight = mock.patch.multiple(EightBitLinear, on_accelerator=asked.device.name != "cpu", holds=asked.holds)
+        fakes = compat.fakes.running(on_accelerator=inputs.device.name != "cpu")
+        eight = mock.patch.multiple(EightBitLinear, on_accelerator=inputs.device.name != "cpu", holds=inputs.holds)
         with stay, eight, temporarily(base, plan) as record, model.fake, fakes:
             last = None if action == uniform else action
             attempts = dict.fromkeys(blocks.modules, Attempts(last=last))
             for name in attempts:
                 record.functions.trials(name, attempts[name])  # their hooks must be on the blocks
             put_on(blocks, record)
-            model.measured[asked] = measured = _run(base, record, attempts, asked)
+            model.measured[inputs] = measured = _run(base, record, attempts, inputs)
             return measured
     except HfCkptError:
         raise
@@ -302,15 +302,15 @@ def _measure(model: ShallowModel, asked: Measuring) -> _Measured:
         base.zero_grad()
 
 
-def _run(model: nn.Module, record: Installation, attempts: Mapping[str, Attempts], asked: Measuring) -> _Measured:
-    training = asked.training
+def _run(model: nn.Module, record: Installation, attempts: Mapping[str, Attempts], inputs: Inputs) -> _Measured:
+    training = inputs.training
     step = micro_step(training, model)
     if training.accumulation > 1:  # the largest micro-step adds to the gradients of earlier ones
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     # FlashAttention gets the lengths of packed sequences; others get a mask of [tokens, tokens].
     padded = training.padded or (training.packing and not training.attention.startswith("flash_attention"))
-    meter = FakeMeter(asked.device.nanoseconds, model, step.batch, padded=padded)
+    meter = FakeMeter(inputs.device.nanoseconds, model, step.batch, padded=padded)
     marks = Levels(meter.memory, meter)
     autocast = DTYPES[training.autocast_name] if training.autocast_name else None
     with contextlib.ExitStack() as cleanup:

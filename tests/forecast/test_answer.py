@@ -25,7 +25,7 @@ from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster, largest_within
 from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question, question
-from hf_ckpt.forecast.result import Row, notes_on_allocator, print_forecast
+from hf_ckpt.forecast.result import Printer, Row, notes_on_allocator
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.spec import Spec
@@ -105,12 +105,25 @@ def changed(options, others):
 )
 def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, capsys):
     forecaster = Forecaster(question(options_of(make_parser().parse_args(["plan", *options.split()]))))
+    printer = Printer(make_console())
     measured = []
-    forecast = forecaster.answer(show=lambda first: measured.append((first.answer, len(forecaster._costs))))
-    assert measured == [(forecast.answer, 1)]  # the first line is there before a change is measured
-    assert len(forecaster._costs) > 1
-    print_forecast(forecast, make_console())
+
+    def add(row):
+        measured.append(len(forecaster._costs))
+        printer.add(row)
+
+    def show(first):
+        measured.append(len(forecaster._costs))
+        printer.show(first)
+        assert first.verdict in capsys.readouterr().out  # the first line is there before a change is measured
+        printer.show(first)
+
+    forecast = forecaster.answer(show, add)
+    printer.end(forecast)
+    assert measured[0] == 1
+    assert measured[1] < len(forecaster._costs)  # a row is there before the next one is measured
     printed = capsys.readouterr().out
+    assert len(re.findall(r" (?:yes|no)  ", printed)) == len(forecast.rows)
     assert ("of it for the allocator: " in printed) == forecast.fits
     headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
     headings = ["Fits: ", "ways to train it", "plan with host memory"] if forecast.fits else headings
@@ -269,7 +282,7 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
     monkeypatch.setattr(forecast_module, "costs_of_model", count)
     forecaster = Forecaster(question(asked))
     forecaster.budget = least - 1
-    forecaster._changed_rows({"batch", "accumulation"})
+    list(forecaster._changed_rows({"batch", "accumulation"}))
     assert batches[:2] == [8, 2]
 
 

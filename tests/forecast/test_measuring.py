@@ -6,7 +6,7 @@ from helpers.tables import table
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import FIELDS, question
-from hf_ckpt.forecast.run import measuring
+from hf_ckpt.forecast.run import inputs_of
 
 ROWS = table(__file__, "fields.yaml")
 
@@ -22,7 +22,7 @@ def test_each_field_that_changes_costs_is_in_what_measures_are_given():
     assert ROWS.keys() == FIELDS.keys()
     for name in ROWS:
         forecasters, differ = two(name)
-        first, second = (measuring(forecaster.training, forecaster.device) for forecaster in forecasters)
+        first, second = (inputs_of(forecaster.training, forecaster.device) for forecaster in forecasters)
         assert (first != second) == differ, name
 
 

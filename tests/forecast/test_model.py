@@ -184,7 +184,7 @@ def test_actions_that_one_block_of_each_kind_tries_cost_what_all_blocks_show(nam
     training = Question(model=name, tokens=32, lora=4, autocast="bfloat16", dtype="float32", device="a10")
 
     def costs():
-        return run.costs_of_model(shallow_model(training), run.measuring(training, device_named("a10")))
+        return run.costs_of_model(shallow_model(training), run.inputs_of(training, device_named("a10")))
 
     few = costs()
     shown_by = run._shown_by
