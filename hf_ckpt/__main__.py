@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say_if_unused(EnableHook.calls, arguments)
         if arguments.oom_guard and not guarded:
             text = "no Trainer of transformers has run a step in `train()`. In your own loop, use `hf_ckpt.OomGuard`."
-            log.warning("hf_ckpt: --oom-guard has guarded nothing, because %s", text)
+            log.warning("hf_ckpt: --oom-guard had no effect, because %s", text)
     return 0
 
 
@@ -130,18 +130,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, the script or module, and its arguments exactly as they were given."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_ckpt",
-        description="Run an unmodified training script with hf_ckpt hooked into every Hugging Face model of it.",
+        description=(
+            "Run a training script unchanged, with hf_ckpt installed on every Hugging Face model that it trains."
+        ),
         epilog="example: python -m hf_ckpt train.py --gradient_checkpointing "
         '--gradient_checkpointing_kwargs \'{"policy": "full", "layers": "0-15"}\'',
     )
     parser.add_argument(
         "--spec",
-        help="what to enable where the script does not say: a YAML or JSON file, JSON text, or words like policy=full",
+        help="spec for scripts that give none: a YAML or JSON file, JSON text, or words like policy=full",
     )
     parser.add_argument(
         "--oom-guard",
         action="store_true",
-        help="let every Trainer run a step that runs out of memory again under a tighter plan (see hf_ckpt.OomGuard)",
+        help="if a Trainer's step runs out of memory, retry it under a plan that needs less (see hf_ckpt.OomGuard)",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a file")
     # In one list, because argparse takes a `--` away that follows a positional argument by itself.

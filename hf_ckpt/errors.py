@@ -139,7 +139,7 @@ class ChangedBlockError(BlockError):
 class RebuildError(BlockError):
     """What `selective` ran again in backward returned or saved other tensors than in the forward."""
 
-    advice = 'Use "policy": "full" for this model, and please report it: `selective` must not run this again.'
+    advice = 'Use "policy": "full" for this model, and please report it: `selective` must not recompute this.'
 
 
 class InPlaceError(BlockError):
@@ -176,8 +176,8 @@ class DoubleBackwardError(HfCkptError, RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "a backward with `create_graph=True` has come to a head in chunks, whose gradients cannot be "
-            "differentiated once more, as a gradient penalty needs them. Leave `head` out."
+            "`create_graph=True`, which gradient penalties need, does not work with a head in chunks: its "
+            "gradients cannot be differentiated again. Leave `head` out."
         )
 
 

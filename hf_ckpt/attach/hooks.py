@@ -121,8 +121,8 @@ def warn_of_graph() -> bool:
     """Warn once of a part of a plan that has no effect in a graph. torch.compile calls this when it traces a call."""
     warn_once(
         log,
-        "hf_ckpt: a part of the plan has no effect, because torch.compile has the model or head in a graph: "
-        'leave `torch_compile` (or dynamo in accelerate) out, or compile the blocks by `compile: "blocks"`.',
+        "hf_ckpt: part of the plan has no effect, because torch.compile compiles the model or head: remove "
+        '`torch_compile` (or accelerate\'s dynamo), or compile blocks with `compile: "blocks"`.',
     )
     return True
 
@@ -167,5 +167,5 @@ class HeadForward(ModelHook):
             record.heads.last = f"chunks of {result.call.tokens} tokens"
             result.call.when_read_whole = record.heads.read_whole
         else:
-            record.heads.last = "as a whole, because chunks of so few tokens would need no less"
+            record.heads.last = "as a whole, because with so few tokens, chunks would save nothing"
         return result

@@ -29,8 +29,9 @@ from hf_ckpt.models.blocks import refuse_other_owner
 log = logging.getLogger(__name__)
 
 PACKED = (
-    "%s builds no cache while blocks are checkpointed, so packed rows (their `position_ids` begin anew) do not see "
-    "each other. With the cache that your call asks for, they do. Pass `use_cache=False`, also without checkpointing."
+    "%s builds no KV cache while blocks are checkpointed, so packed rows (whose `position_ids` restart) do not "
+    "attend to each other. With the cache that your call asks for, they do. Pass `use_cache=False`, also without "
+    "checkpointing."
 )
 """Warning of packed rows, which transformers recognises only without a cache."""
 
@@ -262,9 +263,9 @@ def _count_missed_head(stack: _Pass) -> None:
     if not stack.hook.place.is_last or stack.record.plan.head == "whole":
         return
     if heads.missed == 2:  # not the first: a forward may have failed on its way to the head
-        why = "nobody calls it: the loss is computed from its weight somewhere else (TRL does, in own tiles)"
+        why = "it is never called: the loss uses its weight directly (as TRL's losses do)"
         warn_whole(stack.hook.base, why)
-        heads.last = "none, because nobody calls it"
+        heads.last = "none, because it is never called"
     heads.missed += 1
 
 
@@ -340,8 +341,8 @@ def _refuse_compiled(module: nn.Module) -> None:
         if isinstance(function, Region) and function.compiles_block and compat.compiler.is_compiled(block):
             raise OwnerConflictError(
                 f"block {name!r} of {type(module).__name__} is compiled by something else (accelerate's regional "
-                "compilation, or `module.compile()`), which would decide what is kept. Leave that out, or leave "
-                "`compile` out of hf_ckpt's spec: compilation needs one owner."
+                "compilation, or `module.compile()`), which would decide what is saved. Remove that, or "
+                "remove `compile` from hf_ckpt's spec: compilation needs one owner."
             )
 
 

@@ -80,7 +80,7 @@ class ProcessHooks(Replaced):
             self.enable(model, *args, **kwargs)
         except NoBlocksError as error:  # the model may checkpoint in its own forward
             name = type(model).__name__
-            warn_once(log, "hf_ckpt leaves %s to its own code, which may checkpoint by itself: %s", name, error)
+            warn_once(log, "hf_ckpt does not checkpoint %s, whose own code may do so: %s", name, error)
             options = next((value for value in (*args, *kwargs.values()) if isinstance(value, dict)), {})
             # transformers passes all keys to `torch.utils.checkpoint`, which refuses those of a spec.
             original(model, {key: options[key] for key in compat.transformers.TORCH_OPTIONS if key in options} or None)

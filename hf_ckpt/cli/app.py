@@ -37,8 +37,8 @@ LOOK = {"theme": "default", "footer_links": [], "ssr_mode": False}
 
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
-    app = add_verb(verbs, __name__, run, "a page in the browser: what fits, with a slider for the budget")
-    app.add_argument("model", nargs="?", default="gpt2", help="asked about first (default gpt2)")
+    app = add_verb(verbs, __name__, run, "show what fits in the browser, with a slider for the budget")
+    app.add_argument("model", nargs="?", default="gpt2", help="model to begin with (default gpt2)")
     app.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine only)")
     app.add_argument("--port", type=positive, default=7860, help="port to listen on (default 7860)")
     app.add_argument("--open", action="store_true", help="open the page in the browser")
@@ -75,7 +75,7 @@ def question_of(*values: Any) -> Question:
     training = question(fields)
     name = training.model
     if name.lower() not in PRESETS and (name[:1] in (*"./~\\",) or Path(name).exists()):  # others may use the page
-        raise HfCkptError(f"{shown(name)} is no preset and no hub id. `hf-ckpt plan` reads files, the page does not.")
+        raise HfCkptError(f"{shown(name)} is neither a preset nor a hub id. `hf-ckpt plan` reads files, too.")
     return training
 
 

@@ -20,7 +20,7 @@ from hf_ckpt.units import counted
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     example = 'example: hf-ckpt check ./my-model --spec \'{"policy": "full", "layers": "0-15"}\' --tokens 128'
-    help = "prove on a model that a plan gives the same loss and gradients"
+    help = "check that a spec gives the same loss and gradients on a model"
     check = add_verb(verbs, __name__, run, help, epilog=example)
     check.add_argument("model", nargs="?", help="hub id or folder of a model with a language-model or classifier head")
     check.add_argument("--spec", default="full", help="JSON, words like policy=full, or a YAML file (default: full)")

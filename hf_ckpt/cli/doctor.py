@@ -22,8 +22,10 @@ from hf_ckpt.forecast.question import FIELDS, question
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     example = "example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b"
-    doctor = add_verb(verbs, __name__, run, "find faults in config files that nothing else reports", epilog=example)
-    doctor.add_argument("files", nargs="+", metavar="FILE", help="config, whose owner is recognised by its keys")
+    doctor = add_verb(verbs, __name__, run, "find silent faults in config files", epilog=example)
+    doctor.add_argument(
+        "files", nargs="+", metavar="FILE", help="config file; its keys tell which program it belongs to"
+    )
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
@@ -53,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(finding.severity, Text(finding.where), Text(f"{finding.what}\n-> {finding.fix}"))
         console = make_console()
         print_plain(console, *(f"{path}: a file of {owner}" for path, owner in files.owners.items()))
-        result = table if findings else "nothing found that would go wrong"
+        result = table if findings else "nothing found"
         console.print(result)
-        print_plain(console, f"whether it fits: {command}")
+        print_plain(console, f"to see whether it fits: {command}")
     return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 

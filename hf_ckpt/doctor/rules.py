@@ -62,7 +62,7 @@ def _spec(files: ConfigFiles) -> Texts:
         _planned(files, spec)
     except SpecError as error:
         for problem in error.problems:
-            yield files.kwargs_key, problem, "Correct it: hf_ckpt enables nothing until it is right."
+            yield files.kwargs_key, problem, "Correct it: hf_ckpt refuses the whole spec."
 
 
 def _planned(files: ConfigFiles, spec: Spec) -> None:
@@ -87,7 +87,7 @@ def _blocks(files: ConfigFiles, spec: Spec) -> list[Block]:
 
 def _spec_outside(files: ConfigFiles) -> Texts:
     for key in sorted(SPEC_KEYS & files.values.keys()):
-        what = f"it stands beside the checkpointing kwargs, where {files.owner.name} does not read it."
+        what = f"{files.owner.name} does not read it outside the checkpointing kwargs."
         yield key, what, f"Indent it under {files.kwargs_key}." if files.reads_spec else files.owner.advice
 
 
@@ -143,7 +143,7 @@ def _flag_off(files: ConfigFiles) -> Texts:
     # Nothing reads these kwargs then, and the training runs out of memory as if there were no plan.
     for flag, key, value in flags:
         if value and not _is_on(files.values.get(flag)):
-            yield key, f"it does nothing, because {flag} is not on.", f"Set {flag} to true, or remove {key}."
+            yield key, f"it has no effect, because {flag} is off.", f"Set {flag} to true, or remove {key}."
 
 
 def _is_on(value: Any) -> bool:
@@ -158,7 +158,7 @@ def _own_checkpointing(files: ConfigFiles) -> Texts:
     if files.fsdp and _is_on(files.fsdp[1].get("activation_checkpointing")):
         keys.append("fsdp_activation_checkpointing")
     for key in keys:
-        what = "activations are then saved, recomputed or moved without hf_ckpt; a plan does not count that."
+        what = "it saves, recomputes or moves activations without hf_ckpt, which plans do not count."
         yield key, what, "Turn it off, and let hf_ckpt do it: `policy: full`, `policy: offload`, or `host_budget`."
 
 
@@ -174,11 +174,11 @@ def _fsdp_offload(files: ConfigFiles) -> Texts:
 def _splits(files: ConfigFiles) -> Texts:
     for key, size in files.splits.items():
         if split_by(key) == "sequences":
-            what = f"a rank has 1/{size} of a sequence. Plans count that, but not the time of attention to other parts."
-            yield f"{key}: {size}", what, "Compare plans by their peaks, and give `--seq` as of one rank."
+            what = f"a rank has 1/{size} of a sequence. Plans count that, but not the time of attention across ranks."
+            yield f"{key}: {size}", what, "Compare plans by their peaks, and give the tokens of one rank as `--seq`."
         else:
             what = f"it splits {split_by(key)} between ranks, which cannot be planned for."
-            yield f"{key}: {size}", what, "Run without it, or expect no plan: hf_ckpt is not tested with it."
+            yield f"{key}: {size}", what, "Run without it; hf_ckpt is not tested with it."
 
 
 def _adapter_layers(files: ConfigFiles) -> Texts:
@@ -188,15 +188,13 @@ def _adapter_layers(files: ConfigFiles) -> Texts:
     chosen = [owner.chosen(key, values.get(key)) or {} for key in owner.choices]
     named = any(values.get(key) for key in keys) or any("lora_targets" in fields for fields in chosen)
     if files.adapters and not named:  # PEFT: TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        what = "no layers are named, and PEFT takes its own for the model: often query and value projections only."
+        what = "no layers are named, so PEFT chooses them: often the query and value projections only."
         yield keys[0], what, "Name the layers, or `all-linear`."
 
 
 def _auto_batch(files: ConfigFiles) -> Texts:
     if _is_on(files.values.get("auto_find_batch_size")):
-        what = (
-            "if memory runs out, the batch is made smaller and no step accumulates more: the effective batch changes."
-        )
+        what = "if memory runs out, it reduces the batch without accumulating more, so the effective batch changes."
         yield "auto_find_batch_size", what, "Remove it, and start the run by `python -m hf_ckpt --oom-guard`."
 
 
@@ -205,7 +203,7 @@ def _deepspeed_block(files: ConfigFiles) -> Texts:
     # It sets up `deepspeed.checkpointing.checkpoint`, which a model has to call; Megatron's do.
     if isinstance(config, dict) and "activation_checkpointing" in config:
         where = "activation_checkpointing" if files.engine else "deepspeed"
-        what = "DeepSpeed's own activation_checkpointing does nothing for Hugging Face models: none of them calls it."
+        what = "DeepSpeed's own activation_checkpointing has no effect on Hugging Face models, which never call it."
         yield where, what, f"Remove it, and set {files.flag}."
 
 
@@ -221,7 +219,9 @@ def _redrawn_dropout(files: ConfigFiles) -> Texts:
     version, options = files.fsdp or ("", {})
     if not active:
         return
-    what = f"random state is not kept, but {active[0]}: recomputed blocks draw other masks, and gradients are wrong."
+    what = (
+        f"random state is not preserved, but {active[0]}: recomputed blocks draw other masks, so gradients are wrong."
+    )
     if version == "2" and _is_on(options.get("activation_checkpointing")):  # FSDP1 keeps random state
         yield "fsdp_activation_checkpointing", what, f"Set it to false and {files.flag} to true."
     kwargs = files.kwargs if files.values.get(files.flag) and isinstance(files.kwargs, dict) else {}

@@ -33,7 +33,8 @@ CAUSES = {
     "hooks, attributes) changed. Change them after the backward only, or copy the model for the change.",
     "inputs": "The block is recomputed from other inputs than it had. They were left out, the block changes them in "
     "place, or what stores them, such as offloading, has changed them.",
-    "random": "Random numbers are drawn anew: set preserve_rng_state to True. hf_ckpt also restores the states of "
+    "random": "The recomputation draws other random numbers: set preserve_rng_state to True. hf_ckpt also restores the "
+    "states of "
     "Python's `random` and numpy, which other checkpointing does not.",
     "unknown": "Unknown: inputs, settings and random state were those of the forward. It may be a "
     "nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random generator of its own, "

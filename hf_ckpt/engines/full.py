@@ -186,7 +186,7 @@ class FullRegion(Region):
     def _why_not_in_segment(self) -> str | None:
         """Return why no hidden states are made again; None if they are."""
         if not self.runs_outside:
-            return "their parameters come and go during a step (FSDP1, ZeRO-3, a device map)"
+            return "their parameters are freed during a step (FSDP1, ZeRO-3, a device map)"
         if segments.are_others_hooks():
             return "there are saved-tensor hooks around the model (another checkpoint, `save_on_cpu`)"
         return None

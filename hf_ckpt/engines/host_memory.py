@@ -186,7 +186,7 @@ class Mover:
                 way_out = "leave `host_budget` out to offload to memory that is not pinned, or do not offload"
                 raise HfCkptError(f"host memory cannot be pinned ({why}). Allow it, {way_out}.") from error
             self.pins = False
-            text = "hf_ckpt: host memory cannot be pinned (%s). Offloading goes on without, and copies take longer."
+            text = "hf_ckpt: host memory cannot be pinned (%s). Offloading uses unpinned memory, which is slower."
             warn_once(log, text, why)
             buffer = _buffer(size, pin=False)
         self.held_bytes += size  # until the slot with this buffer is deleted

@@ -174,7 +174,7 @@ def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor
     finally:
         before.restore()
     if not maps_tokens:
-        return "it does not map each token by itself"
+        return "it does not process each token by itself"
     if draws:
         kind = type(module).__name__
         warn_once(log, "hf_ckpt: %s draws its dropout for each tile, so masks differ from those without `mlp`.", kind)
@@ -286,7 +286,7 @@ def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
             without.setdefault(type(block).__name__, []).append(name)
         for part in names:
             yield Hook(block.get_submodule(part), functools.partial(_run, part), "instead")
-    why = "none of its modules maps one tensor by several matrices, or a router sends tokens to experts"
+    why = "none of its modules takes one tensor and has several matrices, or a router sends tokens to experts"
     for kind, names_of_kind in without.items():
         text = shown(", ".join(names_of_kind), quoted=False)
         warn_once(log, "hf_ckpt: no part of %s (%s) runs in tiles, because %s.", kind, text, why)

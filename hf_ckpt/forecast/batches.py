@@ -67,7 +67,7 @@ def micro_step(training: Question, base: Any) -> MicroStep:
         other_loss = functools.partial(_of_alignments, batch["input_values"]) if is_ctc else mean_square
         return MicroStep(batch) if has_loss else MicroStep(batch, other_loss)
     if vocabulary_head(base) is None or base.config.is_encoder_decoder:
-        raise HfCkptError(f"{name} is no causal language model, which the trainer {training.trainer} needs.")
+        raise HfCkptError(f"{name} is not a causal language model, which the trainer {training.trainer} needs.")
     loss, outputs = _OF_TRL[training.trainer]
     # Its trainers put this forward on the model. It runs the head in tiles, on the labels' positions only, so that no
     # logits are ever alive: with the plain forward, a forecast would add gigabytes to the peak.

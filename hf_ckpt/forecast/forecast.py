@@ -50,7 +50,7 @@ REFUSED = 2**62
 UNIT_TOKENS = 128
 """The lengths that are compared for the longest that fits are multiples of this."""
 COMPILED_NOTE = (
-    'compiled blocks are not predicted: {{"compile": "blocks", "share": 0}} needs about the {peak} of `full` or less, '
+    'compiled blocks are not predicted: {{"compile": "blocks", "share": 0}} needs at most about the {peak} of `full`, '
     "and was faster than every eager plan on an H200 (docs/comparison.md)"
 )
 SHORTER = "shorter sequences"
@@ -90,7 +90,7 @@ def predict(
     if isinstance(model, nn.Module):
         fields = sorted(OF_LIVE & options.keys())
         if fields:
-            raise HfCkptError(f"a live model says by itself what {', '.join(fields)} are: leave them out.")
+            raise HfCkptError(f"a model that is passed determines {', '.join(fields)} are: leave them out.")
         options |= fields_of_live(model)
     else:
         options["model"] = str(getattr(model, "model_type", model))
@@ -350,7 +350,7 @@ class Forecaster:
             )
         if training.ranks > 1:
             size = sent_bytes(model, training)
-            yield f"each rank sends about {format_bytes(size)} a step to others, whose time is not predicted"
+            yield f"each rank sends about {format_bytes(size)} a step to others; the time for that is not predicted"
             if training.way.left_out:
                 yield f"the figures leave out {training.way.left_out}"
 
@@ -427,13 +427,13 @@ class Forecaster:
         if spec is None:
             return (), ()
         if spec.compile is not None:
-            return (), ("the spec that is given compiles blocks, for which no figures are predicted",)
+            return (), ("your spec compiles blocks, for which no figures are predicted",)
         head = "whole" if self._asked.sharded else spec.head  # as it runs there, whatever the spec says
         parts: dict[str, Any] = {"head": head, "mlp": spec.mlp, "host_budget": spec.host_budget}
         training = on_device(dataclasses.replace(self._asked, **parts), self.device)
         limit = self.budget if spec.budget is None else budget_bytes(spec.budget, self._memory)
         plan = Planner(self._costs_of_spec(spec, training)).within_or_lowest(limit).plan()
-        return (self._row("the spec that is given", plan, self.budget, spec=spec.to_dict()),), ()
+        return (self._row("your spec", plan, self.budget, spec=spec.to_dict()),), ()
 
     def _costs_of_spec(self, spec: Spec, training: Question) -> list[Costs]:
         """Return the costs of the actions that a spec gives; stacks that it leaves to the planner have all actions."""

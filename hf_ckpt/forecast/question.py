@@ -152,12 +152,12 @@ _OF_T5 = "sequence (T5; default: as --seq)"
 _OF_IMAGES = "whose tokens --seq includes; vision models take one without it"
 _CHUNK = "auto, or tokens of a chunk"
 _TILE = "auto, or tokens of a tile"
-_SEGMENTS = "also plans whose blocks hold one input a segment: sqrt, or the number of segments (default: none)"
+_SEGMENTS = "compare plans in segments, too: sqrt, or the number of segments (default: none)"
 _HOST = "host memory for offloading"
-_GLOBAL_BATCH = "sequences a step, on all ranks; the fastest --batch and --accum for it are chosen"
+_GLOBAL_BATCH = "sequences a step, on all ranks; chooses the fastest --batch and --accum"
 _DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
 _MAX_TOKENS = "plan for the longest sequences that fit, in multiples of 128 tokens"
-_GENERATION = "tokens of prompt and completion for which GRPO generates: a note says what their KV cache takes"
+_GENERATION = "tokens of prompt and completion that GRPO generates; adds a note on their KV cache"
 _SPEC = "a spec to compare the plan with: JSON, KEY=VALUE or a file (default: that of --config)"
 _WAYS = "how ranks share the work; zero1 to zero3 are DeepSpeed's"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
@@ -176,16 +176,18 @@ class Question:
     tokens: int = _number(512, "tokens a sequence", option="seq", label="Length", scope=STEP)
     target_tokens: int | None = _number(None, f"tokens a target {_OF_T5}", option="target_seq", scope=STEP)
     images: int = _number(0, f"images a sequence, {_OF_IMAGES}", scope=STEP)
-    choices: int = _number(4, "sequences of a label, of a model for multiple choice", scope=STEP)
+    choices: int = _number(4, "choices per question, for multiple-choice models", scope=STEP)
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)", scope=STEP)
     seconds: int | None = _number(None, "length of recordings (Whisper: 30; others have no default)", scope=STEP)
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
-    lora_targets: str | tuple[str, ...] = _field("all-linear", "layers with adapters, as q_proj,v_proj", read=_layers)
+    lora_targets: str | tuple[str, ...] = _field(
+        "all-linear", "layers with adapters, such as q_proj,v_proj", read=_layers
+    )
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
     load_in_8bit: bool = _field(False, "base in 8 bits (LLM.int8()) by bitsandbytes", label="Base in 8 bits")
     double_quant: bool = _field(False, "scales of 4 bits in 8 bits (bnb_4bit_use_double_quant)")
-    kbit_preparation: bool = _field(True, "no casts to float32 of what is not quantised", label="PEFT's preparation")
+    kbit_preparation: bool = _field(True, "do not cast to float32 what is not quantised", label="PEFT's preparation")
     dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
     optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", scope=COSTS)
@@ -198,9 +200,9 @@ class Question:
     trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
     generation: int | None = _number(None, _GENERATION, scope=PLAN)
     packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
-    ranks: int = _number(1, "processes, with a device each", label="Ranks", scope=COSTS)
+    ranks: int = _number(1, "number of processes, each with a device", label="Ranks", scope=COSTS)
     parallel: str = _field("ddp", _WAYS, read=way_named, choices=tuple(WAYS), label="Shared by")
-    architecture: str | None = _field(None, "class of the model, in place of its config's")
+    architecture: str | None = _field(None, "model class, instead of the config's")
     head: int | str = _field("whole", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
     mlp: int | str = _field("whole", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=COSTS)
     segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=PLAN)
@@ -306,7 +308,7 @@ def question(fields: Mapping[str, Any]) -> Question:
     """Create a question from these fields. Raises `HfCkptError` without a model, and for an unknown field."""
     for name in fields:
         if name not in FIELDS:
-            raise HfCkptError(f"{name!r} cannot be asked: use {', '.join(FIELDS)}.")
+            raise HfCkptError(f"{name!r} is not an option: use {', '.join(FIELDS)}.")
     if not fields.get("model"):
         raise HfCkptError("a model is needed: a preset, a folder, a hub id, or a --config with `model_name_or_path`.")
     for name in ("budget", "host_budget"):

@@ -60,8 +60,8 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
         except RuntimeError:
             warn_once(
                 log,
-                "hf_ckpt: torch does not tell the memory of %s, so the memory of the machine is taken in its place. "
-                "Give the budget in bytes, as 20GiB: shares and `auto` would be of the wrong memory.",
+                "hf_ckpt: torch does not report the memory of %s, so hf_ckpt uses that of the machine. Give "
+                "the budget in bytes, such as 20GiB: shares and `auto` would refer to the wrong memory.",
                 there[0].type,
             )
     import psutil

@@ -61,8 +61,10 @@ def base_model(model: nn.Module) -> compat.transformers.PreTrainedModel:
         return models[0]
     if models:
         kinds = ", ".join(type(inner).__name__ for inner in models)
-        raise NoBlocksError(f"{type(model).__name__} holds {len(models)} models ({kinds}); install on each by itself.")
-    raise NoBlocksError(f"{type(model).__name__} is no Hugging Face PreTrainedModel and holds none. {_known()}")
+        raise NoBlocksError(
+            f"{type(model).__name__} holds {len(models)} models ({kinds}); install hf_ckpt on each of them."
+        )
+    raise NoBlocksError(f"{type(model).__name__} is not a Hugging Face PreTrainedModel and contains none. {_known()}")
 
 
 def find_blocks(model: nn.Module) -> FoundBlocks:

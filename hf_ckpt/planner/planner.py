@@ -184,7 +184,7 @@ def in_segments_of(costs: Costs, segments: Segments | None = None, fixed: Collec
 
 def _fewer_tokens(costs: Costs) -> str:
     """What lowers the memory of activations."""
-    smaller = "" if costs.sequences == 1 else "a smaller batch with as many more accumulated steps, or "
+    smaller = "" if costs.sequences == 1 else "a smaller batch with more accumulated steps, or "
     return f"{smaller}shorter sequences"
 
 
@@ -195,9 +195,7 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     hints = [_fewer_tokens(costs)]
     segments_bytes = min(map(_lowest_peak, in_segments_of(costs)), default=moments.peak_bytes)
     if segments_bytes * NEARLY < moments.peak_bytes:
-        hints.insert(
-            0, f'segments of blocks ("segments": "sqrt"), with which the peak is {format_bytes(segments_bytes)}'
-        )
+        hints.insert(0, f'segments ("segments": "sqrt"), with which the peak is {format_bytes(segments_bytes)}')
     # Then nothing helps that lowers the memory of blocks.
     if costs.static.always + costs.static.gradients > budget_bytes or "optimizer" in moments.worst.label:
         alone = f"weights, gradients and the optimizer alone need {format_bytes(costs.static.optimizer_peak_bytes)}"

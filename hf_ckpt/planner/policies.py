@@ -196,8 +196,8 @@ def _in_segments_of(
         divided |= _divided(group, number)
     if groups and not spec.is_planned and not any(action.made for action in divided.values()):
         problems.append(
-            "`segments` leaves every input where it is: a segment needs at least two recomputed blocks that follow one "
-            "another. Ask for fewer segments, or leave `segments` out."
+            "`segments` has no effect: a segment needs at least two consecutive recomputed blocks. Ask for "
+            "fewer segments, or leave `segments` out."
         )
     return divided
 

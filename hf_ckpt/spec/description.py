@@ -163,7 +163,7 @@ class Description:
             yield "  blocks in graphs of torch.compile hold their inputs, despite `segments`"
         if self.compiled_by_others:
             blocks = counted(len(self.compiled_by_others), "block")
-            yield f"  compiled by something else, so that no share counts: {blocks}"
+            yield f"  compiled by something else, so shares have no effect: {blocks}"
         if self.holding:
             yield f"  held their inputs, see the warning: {', '.join(self.holding)}"
         if self.not_in_tiles:

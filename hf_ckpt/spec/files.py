@@ -71,7 +71,7 @@ def refuse_unwritable(path: str | Path, suffixes: Sequence[str] = ()) -> None:
     if suffixes and path.suffix.lower() not in suffixes:
         raise FileError(f"{str(path)!r} must end in {' or '.join(suffixes)}.")
     if not os.access(path.parent, os.W_OK):
-        raise FileError(f"{str(path)!r} cannot be written: {str(path.parent)!r} is no folder, or it is read-only.")
+        raise FileError(f"{str(path)!r} cannot be written: {str(path.parent)!r} is not a folder, or it is read-only.")
 
 
 def write_text(path: str | Path, text: str, suffixes: Sequence[str] = ()) -> None:

@@ -145,7 +145,7 @@ class Plan:
         """
         version = data.get("hf_ckpt_plan") if isinstance(data, Mapping) else None
         if type(version) is not int or version != FORMAT_VERSION:  # True == 1 in Python
-            raise PlanMismatchError(f"{source} is no plan of hf_ckpt (format {FORMAT_VERSION}): {shown(data)}")
+            raise PlanMismatchError(f"{source} is not a plan of hf_ckpt (format {FORMAT_VERSION}): {shown(data)}")
         try:
             actions = tuple(_read_rows(data["stacks"]))
             predicted = data.get("prediction")
@@ -285,7 +285,7 @@ def _read_action(row: Mapping[str, Any]) -> Action:
             owners = " or ".join(f"`{record.name}`" for record in ACTIONS.values() if option in record.options)
             problems.append(f"`{option}` goes with {owners}, but its action is `{kind}`.")
     if kind == COMPILED.kind and values.get("share") is None:
-        problems.append("it is compiled, so that it needs a `share` from 0 to 1.")
+        problems.append("it is compiled, so it needs a `share` from 0 to 1.")
     if problems:
         raise ValueError(f"{row['block']}: {' '.join(problems)}")
     return Action(kind, **options)

@@ -171,7 +171,7 @@ def _read_reentrant(value: Any) -> bool:
     # stop trainings over a value that changes no gradient.
     if one_of(True, False)(value):
         text = "hf_ckpt recomputes non-reentrantly: same gradients, fewer conditions."
-        warn_once(log, f"{text} `use_reentrant=True` changes nothing.")
+        warn_once(log, f"{text} `use_reentrant=True` has no effect.")
     return False
 
 

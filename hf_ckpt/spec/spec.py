@@ -285,7 +285,7 @@ def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     if spec.mlp != "whole" and (spec.offload or compiled):
         yield "`mlp` goes with `full`; it cannot be combined with `offload` or `compile`."
     if compiled and (spec.segments is not None or any(rule.segments is not None for rule in spec.rules)):
-        yield "`segments` goes with blocks that run as they are; it cannot be combined with `compile`."
+        yield "`segments` cannot be combined with `compile`."
     if len(choosing) > 1:
         yield "`layers` and `every_n_layers` both choose blocks; give one of them."
     # A session plans stack by stack, from what all blocks of a kind cost. It has no place for a single block.
@@ -293,7 +293,7 @@ def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     if spec.is_planned and (choosing or parts):
         yield (
             f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}. "
-            "Only rules of whole stacks that are not compiled go with it."
+            "Only rules of whole stacks that are not compiled are allowed."
         )
     if not {rule.policy for rule in spec.rules}.isdisjoint({*PLANNED_POLICIES} - {spec.policy}):
         yield f"a rule may have `budget` or `auto` only if that is the policy, which is {spec.policy!r}."
@@ -311,7 +311,7 @@ def _conflicts_of_compiled(spec: Spec, written: Mapping[str, Any]) -> Iterator[s
     compiled = spec.compile is not None
     shares = spec.share is not None or any(rule.share is not None for rule in spec.rules)
     if shares and not compiled:
-        yield '`share` is how much compiled blocks keep; it needs `compile: "blocks"`.'
+        yield '`share` is how much compiled blocks save; it needs `compile: "blocks"`.'
     if not compiled:
         return
     if shares and (spec.is_planned or (spec.policy == "none" and spec.share is not None)):
@@ -319,9 +319,9 @@ def _conflicts_of_compiled(spec: Spec, written: Mapping[str, Any]) -> Iterator[s
     # A compiled block saves inside its graph, where no hook of ours sees a tensor that could be moved or rebuilt.
     if not _policies_of(spec).isdisjoint(("offload", "full+selective")):
         yield (
-            "compiled blocks are not offloaded, and leave to the compiler what is rebuilt; take `none`, `selective` or "
+            "compiled blocks cannot be offloaded, and the compiler decides what is rebuilt; use `none`, `selective` or "
             "`full`, or a `share`."
         )
     left_to_compiler = [key for key in ("save", "offload", "host_budget") if written.get(key)]
     if left_to_compiler:
-        yield f'`compile: "blocks"` leaves to the compiler what a block keeps; remove {", ".join(left_to_compiler)}.'
+        yield f'`compile: "blocks"` lets the compiler decide what a block saves; remove {", ".join(left_to_compiler)}.'

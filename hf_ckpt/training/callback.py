@@ -58,9 +58,7 @@ LAG_STEPS = 15
 only their median counts."""
 LEAST_LAG = 0.02
 """If the device lags by a smaller share of the step, it waits for the host."""
-WAITS = (
-    'hf_ckpt: the device waits for the host in each step: `"compile": "blocks"`, or a larger batch, makes it faster.'
-)
+WAITS = 'hf_ckpt: the device waits for the host in each step. Set `"compile": "blocks"`, or use a larger batch.'
 
 
 class MemoryTimeCallback(TrainerCallback):
@@ -236,7 +234,7 @@ class MemoryTimeCallback(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             append_line(path, json.dumps({"event": event, "step": state.global_step, **row}))
         except OSError as error:  # no reason to end a training
-            warn_once(log, "hf_ckpt: figures are missing in the metrics file: %s Training goes on.", str(error))
+            warn_once(log, "hf_ckpt: figures are missing in the metrics file: %s Training continues.", str(error))
 
 
 def _record(model: nn.Module) -> Installation | None:
@@ -254,7 +252,10 @@ def _refuse_options_without_hf_ckpt(args: Any) -> None:
     of_transformers = {*compat.transformers.TORCH_OPTIONS, "every_n_layers", "offload"}
     ours = [f"`{key}`" for key in options if key in READERS and key not in of_transformers]
     if ours and getattr(args, compat.transformers.FLAG_NAME):
-        text = "only hf_ckpt has, which is not installed on this model: call hf_ckpt.install(model) before the training"
+        text = (
+            "is an option of hf_ckpt, which is not installed on this model: call hf_ckpt.install(model) before "
+            "the training"
+        )
         raise SpecError([f"{', '.join(ours)} {text}, or start the script by `python -m hf_ckpt`."], name)
 
 

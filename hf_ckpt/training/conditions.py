@@ -331,12 +331,14 @@ def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) ->
     accelerators = compat.devices.accelerators(devices)
     if len(accelerators) > 1 and not isinstance(spec.budget, int):  # one card is full before the others are
         cards = " and ".join(map(str, accelerators))
-        raise HfCkptError(f"`auto` and shares are for one card, but the model is on {cards}. Give bytes instead.")
+        raise HfCkptError(f"`auto` and shares work for one card, but the model is on {cards}. Give bytes instead.")
     held = held_bytes(devices, base, *compat.optimizers.of_model(base))
     memory = device_memory(held, devices)
     budget = budget_bytes(spec.budget, memory.total_bytes)
     if budget > memory.total_bytes:
-        text = "hf_ckpt: the budget of %s is more than the memory, %s: steps within it may run out of memory."
+        text = (
+            "hf_ckpt: the budget of %s exceeds the device's memory, %s: steps within the budget may run out of memory."
+        )
         warn_once(log, text, format_bytes(budget), format_bytes(memory.total_bytes))
     if spec.policy == "auto":  # all that other processes leave; a share that a user gives is of the whole memory
         budget -= memory.total_bytes - memory.available_bytes
@@ -346,8 +348,8 @@ def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) ->
             held,
             {"weights and optimizer state": held},
             ["a smaller model, quantised weights, or parameters that are sharded over more devices"],
-            f"no plan fits into {format_bytes(budget)}: the model and the state of its optimizer hold "
-            f"{format_bytes(held)} by themselves. What would lower it:",
+            f"no plan fits into {format_bytes(budget)}: the model and the state of its optimizer alone take "
+            f"{format_bytes(held)}. What would lower it:",
         )
     return budget
 

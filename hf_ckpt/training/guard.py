@@ -142,8 +142,9 @@ class OomGuard:
         """
         if compat.distributed.ranks() > 1 or compat.distributed.steps_in_lockstep(self.model):
             raise HfCkptError(
-                "OomGuard works in a single process only, without FSDP and DeepSpeed: ranks wait for each other inside "
-                "a step, so that one that runs out of memory cannot run it again. Use `policy: budget`, which plans "
+                "OomGuard works in a single process only, without FSDP and DeepSpeed: ranks wait for each "
+                "other inside a step, so a rank that runs out of memory cannot retry it. Use `policy: "
+                "budget`, which plans "
                 "before memory runs out."
             )
         self._steps.clear()
@@ -203,7 +204,7 @@ class OomGuard:
         record = installation(self.model)
         assert record is not None
         shown = "" if record.session is not None else f"\n{plan}"  # a session plans when the retry begins
-        log.warning("hf_ckpt: the step is run again with: %s.%s", change, shown)
+        log.warning("hf_ckpt: retrying the step with: %s.%s", change, shown)
 
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
@@ -212,10 +213,10 @@ class OomGuard:
         """
         # A fused optimizer does not count its changes of weights.
         if weights != _state_of(self._trained) or compat.torch.has_gradient_hooks(self._trained):
-            raise HfCkptError("Weights may have been changed in the backward (an optimizer inside it): no retry.")
+            raise HfCkptError("The backward may have changed weights (an optimizer runs inside it): no retry.")
         if self._had_gradients:
             raise HfCkptError(
-                "There were gradients before the guarded steps began, which cannot be computed again. Call "
+                "Gradients from before the guarded steps cannot be computed again. Call "
                 "`zero_grad(set_to_none=True)` before them."
             )
         for parameter in self._trained:
@@ -255,7 +256,7 @@ def guarded_training_step(
         try:
             guard = trainer.oom_guard = OomGuard(model, also=also)
         except NoBlocksError as error:  # no reason to end a training that may have enough memory
-            warn_once(log, "hf_ckpt: the guard leaves this training alone: %s", error)
+            warn_once(log, "hf_ckpt: the guard is off in this training: %s", error)
             _without_blocks.add(model)
             return training_step(model, inputs, *args, **kwargs)
     counters = compat.transformers.counters_of(trainer)
@@ -286,7 +287,7 @@ def guarded_evaluation(trainer: Any, evaluate: Callable[..., Any], *args: Any, *
             report(error)
         trainer.args.per_device_eval_batch_size = rows // 2
         compat.transformers.forget_evaluation_loaders(trainer)
-        text = "hf_ckpt: the evaluation is run again, from now on with `per_device_eval_batch_size=%d`."
+        text = "hf_ckpt: retrying the evaluation, from now on with `per_device_eval_batch_size=%d`."
         log.warning(text, rows // 2)
         compat.devices.release_memory()  # the frames of the error are gone now
         random_state.restore()  # each evaluation draws a seed for its data

@@ -189,7 +189,10 @@ class Decider:
         try:
             blocks = find_blocks(base)
         except NoBlocksError:  # no reason to end a training, either
-            text = "hf_ckpt: %s has no blocks any more, and trains on without a plan. Install again once it has."
+            text = (
+                "hf_ckpt: %s has no blocks any more, and trains without a plan. Call `hf_ckpt.install` again "
+                "once it has some."
+            )
             warn_once(log, text, type(base).__name__)
             detach(base)
             return

@@ -38,7 +38,7 @@ PLACES = {
     "forward": {"compute_loss"},
 }
 """What runs -> the functions that run it, of the Trainer, transformers or torch."""
-LESS = 'a policy that keeps less, `"head": "auto"`, or fewer tokens; `hf-ckpt plan` compares them'
+LESS = 'a policy that saves less, `"head": "auto"`, or fewer tokens; `hf-ckpt plan` compares them'
 ADVICE = {
     "evaluation": "a smaller `per_device_eval_batch_size`, or a `preprocess_logits_for_metrics`",
     "generation": "fewer or shorter completions at a time; no activations are kept for a backward here",

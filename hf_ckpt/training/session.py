@@ -561,7 +561,7 @@ class Session:
             self._measurements.forget_steps()
             self.plans.clear()
         if self._state.has_changed():
-            log.info("hf_ckpt: the model has changed, so that its steps are measured again.")
+            log.info("hf_ckpt: the model has changed; measuring its steps again.")
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
         """Enable the plan that keeps least if another forward of the step has no room under the current plan."""
@@ -613,7 +613,7 @@ class Session:
         self._failures += 1
         if self._failures == MOST_FAILURES:
             log.warning(
-                "hf_ckpt: the steps of this run cannot be measured, so that every block stays under `%s`. Give a "
+                "hf_ckpt: the steps of this run cannot be measured, so every block stays under `%s`. Give a "
                 "policy that needs no measuring, such as `selective`.",
                 self._least,
             )
@@ -668,7 +668,7 @@ class Session:
         plan = self._plan_with(dict.fromkeys(measurements.blocks.keys() - measurements.fixed.keys(), self._actions[0]))
         planned = dataclasses.replace(self.planned, plan=plan, phase=Phase.PLAN, attempts={}, measured_bytes=0)
         if not self.plans:
-            text = "hf_ckpt: %s: no block saves anything for the backward of %s, so that all have `%s`"
+            text = "hf_ckpt: %s: no block saves anything for the backward of %s, so all have `%s`"
             tell(text, self._name, planned.batch, self._actions[0])
         self.plans[planned.batch] = planned
         self._peaks.checked()
@@ -761,7 +761,7 @@ class Session:
         # For batches of all sizes: their predictions may miss as much.
         excess_bytes = peak_bytes - prediction.peak_bytes
         self._limit_bytes = min(self._limit_bytes, self._budget_bytes - excess_bytes)
-        text = "hf_ckpt: a step needed %s more than was predicted, above the budget of %s; planned for less."
+        text = "hf_ckpt: a step needed %s more than was predicted, above the budget of %s; planning again for less."
         log.info(text, format_bytes(excess_bytes), format_bytes(self._budget_bytes))
         self.plans.clear()
 
@@ -857,7 +857,7 @@ class Session:
         if is_over and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "hf_ckpt: no plan fits into %s (%s). Such batches get the fastest plan near the lowest peak, %s. What "
+                "hf_ckpt: no plan fits into %s (%s). Using the fastest plan near the lowest peak, %s. What "
                 "would lower it: %s",
                 format_bytes(limit_bytes),
                 entered.batch,

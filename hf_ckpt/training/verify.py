@@ -206,7 +206,7 @@ def _not_carried_out(after: Description, compiled: set[str]) -> list[str]:
     hidden = {*after.frozen, *compiled.intersection(after.in_graphs)}
     missing = [name for name, count in after.recomputed.items() if not count and name not in hidden]
     if missing:
-        graphs = " (torch.compile hides it in graphs: verify the model before it is compiled)"
+        graphs = " (torch.compile hides them in graphs: verify the model before you compile it)"
         problems.append(f"planned but not recomputed: {', '.join(missing)}{graphs if after.in_graphs else ''}")
     asked_for_chunks = after.plan.head != "whole" or after.spec.get("head", "whole") != "whole"
     if asked_for_chunks and not after.chunked_heads:

@@ -78,7 +78,7 @@ class Watch:
             before = record.plan.active()[name]
             record.avoided[name] = SELECTIVE if runs_twice else KEEP
             log.warning(
-                "hf_ckpt: `%s` runs under `%s` from now on, no longer `%s`.", name, record.avoided[name], before
+                "hf_ckpt: `%s` runs under `%s` from now on, instead of `%s`.", name, record.avoided[name], before
             )
         if record.session is not None:
             record.session.stop(record)
@@ -134,7 +134,7 @@ class Watch:
         regions = record.regions
         names = [name for name in record.blocks if name in regions and not regions[name].compiles_block]
         if any(region.compiles_block for region in regions.values()):
-            self._not_checked["compiled blocks"] = "a graph hides what its backward gets; use `hf_ckpt.verify`"
+            self._not_checked["compiled blocks"] = "what its backward gets is inside a graph; use `hf_ckpt.verify`"
         elif not regions:
             self._not_checked["blocks under `keep`"] = "their backward uses what autograd saved"
         graphs = [module for module in running.modules() if compat.compiler.is_compiled(module)]
@@ -163,8 +163,8 @@ class Watch:
             raise MismatchError(first.block, str(first))
         if len(self.differences) == 1:
             log.warning(
-                "hf_ckpt: gradients of this step are wrong, and those of later steps may be: backward was not given "
-                "what the forward saved, %s",
+                "hf_ckpt: gradients of this step are wrong, and those of later steps may be: backward did "
+                "not get what the forward saved, %s",
                 first,
             )
 

@@ -194,8 +194,8 @@ def test_blocks_in_graphs_of_others_are_named(graphs, caplog):
     described = hf_ckpt.describe(other)
     assert described.compiled_by_others == described.in_graphs == tuple(find_blocks(model).modules)
     assert sum(described.forwards.values()) == 0
-    assert "compiled by something else, so that no share counts: 2 blocks" in str(described)
-    text = "a part of the plan has no effect, because torch.compile"
+    assert "compiled by something else, so shares have no effect: 2 blocks" in str(described)
+    text = "part of the plan has no effect, because torch.compile"
     assert caplog.text.count(text) == 1
     caplog.clear()
     forget_warnings()  # of the graph, which later steps do not trace again

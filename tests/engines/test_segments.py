@@ -266,7 +266,7 @@ def changed_in_place_between(model):
 
 def fetched_by_accelerate(model):
     setattr(model.layers[1], compat.distributed.ACCELERATES_HOOK, None)
-    return "their parameters come and go"
+    return "their parameters are freed"
 
 
 @pytest.mark.parametrize("change", [changed_between, changed_in_place_between, fetched_by_accelerate])

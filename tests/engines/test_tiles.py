@@ -267,9 +267,9 @@ class Fixed(nn.Module):
 
 
 AS_A_WHOLE = {
-    Shift: "it does not map each token by itself",
-    Scale: "it does not map each token by itself",
-    Batch: "it does not map each token by itself",
+    Shift: "it does not process each token by itself",
+    Scale: "it does not process each token by itself",
+    Batch: "it does not process each token by itself",
     Long: "a tile raised one token",
     Fixed: "some of its tokens alone raised RuntimeError: einsum",
 }

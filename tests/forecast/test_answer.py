@@ -344,7 +344,7 @@ def test_a_spec_that_is_given_has_a_row(tmp_path):
 
     def given(**spec):
         forecast = hf_ckpt.predict(**asked, spec=spec)
-        (row,) = (row for row in forecast.rows if row.name == "the spec that is given")
+        (row,) = (row for row in forecast.rows if row.name == "your spec")
         assert row.spec == Spec.parse(spec).to_dict()
         return forecast, (row.peak_bytes, row.step_seconds)
 
@@ -385,7 +385,7 @@ def test_the_spec_of_a_file_is_planned(plan, folder):
         found = plan("--config trainer.yaml --device 4090")
         same = plan(f". --batch 8 --seq 128 --dtype float32 --optimizer adamw_torch_fused --device 4090 {options}")
         assert found["rows"][0] == same["rows"][0]
-        given = [row["spec"] for row in found["rows"] if row["name"] == "the spec that is given"]
+        given = [row["spec"] for row in found["rows"] if row["name"] == "your spec"]
         assert given == ([] if "budget" in spec else [spec])
 
 
@@ -542,7 +542,7 @@ def test_segments_are_planned_where_asked_and_advised_before_fewer_tokens():
     budget = round(0.9 * hf_ckpt.predict(config, 16, **fields).floor_bytes)
     with pytest.raises(InfeasibleError) as caught:
         hf_ckpt.predict(config, 16, **fields, budget=f"{budget}B")
-    assert caught.value.hints[0].startswith('segments of blocks ("segments": "sqrt"), with which the peak is ')
+    assert caught.value.hints[0].startswith('segments ("segments": "sqrt"), with which the peak is ')
     assert "shorter sequences" in caught.value.hints[1]
     found = hf_ckpt.predict(config, 16, **fields, segments="sqrt", budget=f"{budget}B")
     assert found.peak_bytes <= budget
@@ -551,4 +551,4 @@ def test_segments_are_planned_where_asked_and_advised_before_fewer_tokens():
     blocks = [block for block, _ in found.plan.actions]
     assert make_plan(spec, blocks, found.plan.family, found.plan.model).actions == found.plan.actions
     given = hf_ckpt.predict(config, 16, **fields, segments="sqrt", spec=spec).rows[1]
-    assert (given.name, given.peak_bytes) == ("the spec that is given", found.peak_bytes)
+    assert (given.name, given.peak_bytes) == ("your spec", found.peak_bytes)

@@ -107,7 +107,7 @@ def test_a_device_that_does_not_tell_its_memory_has_that_of_the_machine(cuda, ca
         assert memory.spare_bytes(both) is None  # not those of the host
     assert memory.PeakMeter(both).read_peak() == 707
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "does not tell the memory" in said
+    assert "does not report the memory" in said
 
 
 def test_an_accelerator_that_tells_nothing_is_unknown():

@@ -192,7 +192,7 @@ def test_sharded_and_compiled_blocks_keep_name_and_kind():
 
 
 def test_something_that_is_no_model():
-    no_model = "is no Hugging Face PreTrainedModel"
+    no_model = "is not a Hugging Face PreTrainedModel"
     no_module = r"must be a torch\.nn\.Module, but is"
     for thing, said in ((nn.Linear(2, 2), no_model), (Holder(), no_model), ("llama", no_module), (Holder, no_module)):
         with pytest.raises(NoBlocksError, match=said):

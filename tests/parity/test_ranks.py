@@ -89,7 +89,7 @@ def test_sharded_blocks_run_again_for_the_next_one(ranks: Results, name: str) ->
     for result in each_rank(ranks, name):
         without, with_plan = map(len, result["collectives"])
         assert with_plan - without == case.forwards * sum(block[-1] in case.passing for block in case.blocks())
-        assert ("their parameters come and go" in result["messages"]) == (not case.passing)
+        assert ("their parameters are freed" in result["messages"]) == (not case.passing)
     first, second = (result["collectives"][1] for result in each_rank(ranks, name))
     assert first == second
 

@@ -157,7 +157,7 @@ def test_if_the_optimizers_step_is_the_peak_no_block_is_recomputed_in_vain(costs
 
 
 ERRORS = table(__file__, "infeasible.yaml")
-SMALLER = "a smaller batch with as many more accumulated steps, or shorter sequences"
+SMALLER = "a smaller batch with more accumulated steps, or shorter sequences"
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -79,7 +79,7 @@ def test_segments_hold_as_little_as_any_of_so_many(count, number):
 
 def test_segments_that_nothing_is_in_are_refused():
     """With what is needed, and with all other problems."""
-    with pytest.raises(SpecError, match="needs at least two recomputed blocks that follow one another"):
+    with pytest.raises(SpecError, match="needs at least two consecutive recomputed blocks"):
         plan_for({"segments": 2, "every_n_layers": 2}, decoder=8)
     with pytest.raises(SpecError, match=r"`segments` names the stack 'decodr', but .*did you mean 'decoder'"):
         plan_for({"segments": {"decodr": 2}}, decoder=8)

@@ -72,7 +72,7 @@ def test_a_file_that_is_neither_spec_nor_plan(name, content, said, tmp_path):
     assert len(caught.value.problems) == 1
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
-    with pytest.raises(PlanMismatchError, match=r"cannot read a plan from|is no plan of hf_ckpt") as raised:
+    with pytest.raises(PlanMismatchError, match=r"cannot read a plan from|is not a plan of hf_ckpt") as raised:
         Plan.load(path)
     assert str(path) in str(raised.value)
 
@@ -121,7 +121,7 @@ def test_where_no_plan_can_be_saved(tmp_path):
     for name, said in {
         "plan.txt": "must end in .json or .yaml or .yml",
         "plan": "must end in",
-        "no/plan.json": "is no folder, or it is read-only",
+        "no/plan.json": "is not a folder, or it is read-only",
         "folder.json": "Is a directory",
     }.items():
         with pytest.raises(FileError, match=said):

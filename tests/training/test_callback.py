@@ -219,7 +219,7 @@ def test_a_plan_without_effect_in_a_graph_is_told_in_a_step(tmp_path, caplog):
     run = trainer(tmp_path, max_steps=1)
     installation(run.model).heads.last = IN_GRAPH
     run.train()
-    assert caplog.text.count("a part of the plan has no effect, because torch.compile") == 1
+    assert caplog.text.count("part of the plan has no effect, because torch.compile") == 1
 
 
 def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):

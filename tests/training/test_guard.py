@@ -420,8 +420,8 @@ def train(model, **options):
     ("line", "attempts", "said"),
     [
         ("trained = train(tiny_model('llama'), kind=OwnStep)", 1, []),
-        ("trained = train(NoBlocks(12, 1))", None, ["the guard leaves this training alone: "]),
-        ("trained = None", None, ["--oom-guard has guarded nothing, because no Trainer"]),
+        ("trained = train(NoBlocks(12, 1))", None, ["the guard is off in this training: "]),
+        ("trained = None", None, ["--oom-guard had no effect, because no Trainer"]),
     ],
     ids=["own step", "no blocks", "no Trainer"],
 )
@@ -434,7 +434,7 @@ def test_a_script_is_guarded_or_told_why_not(tmp_path, monkeypatch, caplog, caps
     assert __main__.main(["--oom-guard", "script.py"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(attempts)
     warnings = [r.getMessage() for r in caplog.records if r.name.startswith("hf_ckpt") and r.levelname == "WARNING"]
-    warnings = [text for text in warnings if "the step is run again" not in text]
+    warnings = [text for text in warnings if "retrying the step" not in text]
     assert len(warnings) == len(said)
     assert all(part in text for part, text in zip(said, warnings, strict=True))
 
@@ -477,7 +477,7 @@ def test_gradients_of_before_cannot_be_computed_again():
     model, batch = tiny_model("llama", layers=2), tiny_batch("llama")
     forward_and_backward(model, batch)
     before = gradients(model)
-    with FailingAllocator(10), pytest.raises(OutOfPlansError, match="gradients before the guarded steps"):
+    with FailingAllocator(10), pytest.raises(OutOfPlansError, match="Gradients from before the guarded steps"):
         OomGuard(model)(forward_and_backward, model, batch)
     assert_same({"loss": None, **before}, {"loss": None, **gradients(model)})
 
@@ -497,7 +497,7 @@ def test_an_optimizer_inside_backward_is_noticed(kind):
     for _ in range(2):  # the first one creates optimizer state
         with FailingAllocator() as counted:
             forward_and_backward(model, batch)
-    with FailingAllocator(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer inside it"):
+    with FailingAllocator(counted.operations - 10), pytest.raises(OutOfPlansError, match="optimizer runs inside it"):
         OomGuard(model)(forward_and_backward, model, batch)
 
 

@@ -976,7 +976,7 @@ def test_a_run_says_that_it_measures_and_what_it_planned(quiet, capsys, monkeypa
 
 def test_a_budget_above_the_memory_is_said(caplog):
     trained(1, "900TiB")
-    assert "the budget of 900.00 TiB is more than the memory, " in caplog.text
+    assert "the budget of 900.00 TiB exceeds the device's memory, " in caplog.text
 
 
 @pytest.mark.trap(38)
@@ -1017,7 +1017,7 @@ def loss_of_weight(model, batch):
 
 HEADS = {
     "called": (loss_of_call, "whole", 40),
-    "nobody calls it": (loss_of_weight, "whole", 40),
+    "it is never called": (loss_of_weight, "whole", 40),
     "few tokens": (loss_of_call, "whole", 10),
     "in chunks": (loss_of_call, 4, 40),
 }

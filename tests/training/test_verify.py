@@ -179,7 +179,7 @@ def test_packed_rows_are_compared_with_the_call_of_the_user(rows, options, equal
     batch = {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions, **options}
     result = hf_ckpt.verify(tiny_model("llama", attention="sdpa"), batch, "full")
     assert bool(result) == equal, result
-    assert ("packed rows (their `position_ids` begin anew) do not see each other" in caplog.text) == (not equal)
+    assert ("packed rows (whose `position_ids` restart) do not attend to each other" in caplog.text) == (not equal)
 
 
 def test_what_cannot_be_verified_is_refused():

@@ -163,7 +163,7 @@ def test_memory_that_runs_out_in_generation_is_no_reason_for_another_plan(trl_ru
     with pytest.raises(torch.OutOfMemoryError, match="GiB"):
         trl_run("grpo", {"policy": "selective"}, mixins=(hf_ckpt.OomGuardMixin, Generates), **GENERATING["grpo"])
     assert "out of memory in the generation of model.embed_tokens" in caplog.text
-    assert "the step is run again" not in caplog.text
+    assert "retrying the step" not in caplog.text
 
 
 # --- the head in chunks ---------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def test_memory_that_runs_out_in_generation_is_no_reason_for_another_plan(trl_ru
 def test_a_warning_says_that_trl_never_calls_the_head(trl_run, kind):
     """TRL's losses use the head's weight in their own tiles, so the head is never called; a warning says so."""
     reference, run = trl_run(kind), trl_run(kind, {"policy": "full", "head": 4})
-    assert_trained_alike(reference, run, "full", "not run in chunks, because nobody calls it")
-    assert "head, last call: none, because nobody calls it; 0 calls" in str(hf_ckpt.describe(run.model))
+    assert_trained_alike(reference, run, "full", "not run in chunks, because it is never called")
+    assert "head, last call: none, because it is never called; 0 calls" in str(hf_ckpt.describe(run.model))
 
 
 @pytest.mark.parametrize(("kind", "options"), [("sft", {"label_smoothing_factor": 0.1}), ("orpo", {})])

@@ -284,7 +284,7 @@ def _refuse_bypassed(func: Any, targets: Any) -> None:
     if any(leaf.call.is_bypassed for leaf in leaves):
         raise HfCkptError(
             f"`{torch.overrides.resolve_name(func) or func.__name__}` asked for the gradient of logits whose loss was "
-            'computed in chunks before, so that it has none. Ask before the loss is computed, or use "head": "whole".'
+            'already computed in chunks. Ask before the loss is computed, or use "head": "whole".'
         )
 
 

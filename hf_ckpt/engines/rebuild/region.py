@@ -98,7 +98,7 @@ class RebuildRegion(Region):
         outer = compat.torch.top_saved_tensor_hooks()
         # torch's checkpoint lets each tensor be unpacked once. Here, one kept tensor serves several operations.
         if outer is not None and compat.checkpoint.are_of_a_checkpoint(outer):
-            warn_once(log, "hf_ckpt: `selective` drops nothing in blocks that another checkpoint runs again.")
+            warn_once(log, "hf_ckpt: `selective` has no effect in blocks that another checkpoint recomputes.")
             return fn(*args)
         store = None if outer is None else _without_graphs(outer)
         group = None

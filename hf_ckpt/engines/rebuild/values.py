@@ -225,7 +225,7 @@ class Rebuilt(_Shared):
             if tensor.shape != layout.size or tensor.dtype is not layout.dtype:
                 raise RebuildError(
                     self.work.block,
-                    f"an operation gave {tensor.dtype} {list(tensor.shape)} when it was run again in backward, but "
+                    f"an operation gave {tensor.dtype} {list(tensor.shape)} when backward recomputed it, but "
                     f"{layout.dtype} {list(layout.size)} in the forward.",
                 )
             # Operations choose strides by those of their operands, and a rebuilt operand may have others than in the
@@ -316,8 +316,8 @@ class Replay:
         if len(self.inside) != self.saved:
             raise RebuildError(
                 self.work.block,
-                f"{type(self.module).__name__} saved {self.saved} tensors in the forward and {len(self.inside)} when "
-                "it was run again in backward.",
+                f"{type(self.module).__name__} saved {self.saved} tensors in the forward and "
+                f"{len(self.inside)} when backward recomputed it.",
             )
         return output.detach()
 
