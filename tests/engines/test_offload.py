@@ -260,7 +260,7 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 @pytest.mark.parametrize("is_asked_for", [False, True], ids=["", "host_budget"])
 def test_memory_that_cannot_be_pinned(is_asked_for, cause, lanes, monkeypatch, unwatched, caplog):
-    """Offloading uses unpinned memory, said once with the likely cause; with a `host_budget`, the run ends by that name."""
+    """Offloading uses unpinned memory, said once with the cause; with a `host_budget`, the run ends by that name."""
     changes, size, why = CAUSES[cause]
     known = {"locked_memory_limit": None, "memory_mappings": (0, None), "LARGEST_PINNED": 2**40, **changes}
     for name, value in known.items():
