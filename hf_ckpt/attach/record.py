@@ -17,6 +17,7 @@ from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.region import Region, Request, make
+from hf_ckpt.engines.segments import Watching
 from hf_ckpt.engines.trials import Attempts, Mark, Trial, Trials, unmarked
 from hf_ckpt.models.blocks import FoundBlocks, base_model
 from hf_ckpt.spec.actions import KEEP, Action
@@ -290,10 +291,16 @@ class Installation:
         self.functions = Functions(self.spec)
         self.regions = self.functions.of(self.plan)
 
-    def set_trials(self, attempts: Mapping[str, Attempts], mark: Mark = unmarked) -> None:
-        """From the next forward on, let the recomputations of these blocks try actions, and those of others none."""
+    def set_trials(
+        self, attempts: Mapping[str, Attempts], mark: Mark = unmarked, watching: Watching | None = None
+    ) -> None:
+        """From the next forward on, let the recomputations of these blocks try actions, and those of others none.
+
+        `watching` is told of segments.
+        """
         for name, region in self.regions.items():
             if isinstance(region, FullRegion):
+                region.watching = watching
                 wanted = attempts.get(name)
                 region.trials = None if wanted is None else self.functions.trials(name, wanted, mark)
 

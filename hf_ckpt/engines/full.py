@@ -85,6 +85,8 @@ class FullRegion(Region):
         self.trials: Recomputing | None = None
         """What the recomputations of the next forwards try, in place of this engine's `inner`; None if they only
         recompute."""
+        self.watching: segments.Watching | None = None
+        """What a measured step is told of segments; None in other steps."""
 
     @property
     def dropped_bytes(self) -> int:
@@ -197,7 +199,8 @@ class FullRegion(Region):
         with contextlib.nullcontext() if run is None else segments.instead_of_results(run):
             output = self.checkpointed(counted, *args)
         if self.passes_on and args and isinstance(args[0], torch.Tensor) and self._why_not_in_segment() is None:
-            segments.pass_on(output, counted.again, args, run, counted.state.inputs.tensors, self.block)
+            others = counted.state.inputs.tensors
+            segments.pass_on(output, counted.again, args, run, others, self.block, self.watching)
         return output
 
     def checkpointed(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -212,7 +215,13 @@ class FullRegion(Region):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "above": (), "settings": None, "trials": None}  # they refer to the modules of this model
+        return {
+            **vars(self),
+            "above": (),
+            "settings": None,
+            "trials": None,
+            "watching": None,
+        }  # they refer to this model
 
 
 class Counted:

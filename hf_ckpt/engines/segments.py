@@ -57,6 +57,23 @@ class _Start(NamedTuple):
         return self.unpack(self.packed)
 
 
+class Watching:
+    """What a measured step is told of segments: how much less it holds, and when hidden states are there again.
+
+    Args:
+        mark: called with `made` and the name of a block whose results are there.
+    """
+
+    def __init__(self, mark: Callable[..., None]) -> None:
+        self.mark = mark
+        self.runs: list[weakref.ref[Run]] = []
+        """The runs of the step."""
+
+    def missing_bytes(self) -> int:
+        """Return the bytes that do not exist now, and that checkpoints would hold without segments."""
+        return sum(run.missing_bytes() for run in filter(None, (reference() for reference in self.runs)))
+
+
 class Run:
     """One forward of a block, and how to run it once more for what it has returned.
 
@@ -74,9 +91,11 @@ class Run:
         "before",
         "block",
         "returned",
+        "sizes",
         "tensors",
         "versions",
         "wanted",
+        "watching",
     )
 
     def __init__(self, again: Callable[..., Any], args: list[Any], block: str, device_type: str) -> None:
@@ -96,12 +115,32 @@ class Run:
         """The places of results that the checkpoint of the next block does not hold."""
         self.tensors: dict[int, torch.Tensor] = {}
         """Place -> the result, once it was made and while backward still needs it."""
+        self.watching: Watching | None = None
+        """What the measured step is told; None in other steps."""
+        self.sizes: dict[int, int] = {}
+        """In a measured step, place -> the bytes of a result that backward did not take yet."""
+
+    def watched_by(self, watching: Watching) -> None:
+        """Let a measured step know of its results."""
+        self.watching = watching
+        for place, returned in self.returned.items():
+            tensor = returned()
+            self.sizes[place] = 0 if tensor is None else tensor.untyped_storage().nbytes()
+        watching.runs.append(weakref.ref(self))
+
+    def missing_bytes(self) -> int:
+        """Return the bytes of results that do not exist now, and that backward still takes."""
+        left = self.sizes.keys() & self.wanted - self.tensors.keys()
+        return sum(self.sizes[place] for place in left if self.returned[place]() is None)
 
     def take(self, place: int) -> torch.Tensor:
         """Return a result, and let go of it. Those before it in the segment stay until they are taken."""
         tensor = self._find(place)
         if tensor is None:
             tensor = self._make()[place]
+        if self.watching is not None:
+            self.watching.mark("made", self.block)
+            self.sizes.pop(place, None)
         self.tensors.pop(place, None)
         return tensor
 
@@ -200,6 +239,7 @@ def pass_on(
     run: Run | None,
     others: Iterable[torch.Tensor],
     block: str,
+    watching: Watching | None,
 ) -> None:
     """Let what a block has returned be made again.
 
@@ -210,6 +250,7 @@ def pass_on(
         run: the run whose results its checkpoint does not hold; None if it holds its hidden states.
         others: the tensors that it is given in other ways.
         block: its name.
+        watching: what a measured step is told; None in other steps.
     """
     hidden = args[0]
     held = [_held(arg, run, block) for arg in args]
@@ -230,6 +271,8 @@ def pass_on(
         # be a cycle. Later blocks hold it, too, so the run before need not make it.
         elif (result := result_of(leaf)) is not None:
             result.run.returned[result.place] = functools.partial(_same, leaf.detach())
+    if watching is not None:
+        this_run.watched_by(watching)
 
 
 def _held(arg: Any, run: Run | None, block: str) -> Any:

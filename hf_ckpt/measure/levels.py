@@ -14,6 +14,7 @@ exact, and one step has both.
 | `backward` | the backward of a block: its output's gradient has arrived |
 | `cast`, `trial`, `tried`, then `shown` or `kept` | a trial in the recomputation of a block: see `engines.trials` |
 | `tile`, `recomputed` | in a recomputation without trials: see there, too |
+| `made` | a block whose hidden states were not held has them again, see `engines.segments`: `as_held` |
 | `end` | the backward of the step |
 """
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from hf_ckpt import compat
 from hf_ckpt.costs.steps import NOTHING, Call, CallName, Freed, Needs, Part, Step
 from hf_ckpt.measure.live import Holder, LiveBytes, Reader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.actions import KEEP, Action
 
 
 class Clock(Protocol):
@@ -93,6 +94,8 @@ class Level:
     """Time since the previous boundary; 0 in a step that was not timed."""
     action: Action | None = None
     """The action that is tried, for the marks of a trial."""
+    missing_bytes: int = 0
+    """Bytes of hidden states that do not exist, because backward makes them again: see `as_held`."""
     freed: Freed = NOTHING
     """At the end of a trial or recomputation, what the action does not keep."""
 
@@ -107,6 +110,8 @@ class Levels:
 
     def __init__(self, reader: Reader | None = None, clock: Clock | None = None) -> None:
         self.reader = reader
+        self.missing_bytes: Callable[[], int] = int
+        """Returns `Level.missing_bytes` of now."""
         self._clock = clock
         self._marked: list[tuple[Level, Any]] = []
         """Each boundary with its time stamp."""
@@ -121,7 +126,9 @@ class Levels:
         if what == "end" and self.reader is not None:
             self.is_blind = not self.reader.sees_this_thread()
         stamp = None if self._clock is None else self._clock.stamp()
-        self._marked.append((Level(what, block, has_graph, alive_bytes, peak_bytes, 0, action, freed), stamp))
+        missing_bytes = self.missing_bytes()
+        level = Level(what, block, has_graph, alive_bytes, peak_bytes, 0, action, missing_bytes, freed)
+        self._marked.append((level, stamp))
 
     def stop(self) -> None:
         """Stop reading memory, which slows down what follows."""
@@ -162,6 +169,26 @@ def reader_for(devices: Collection[torch.device], *holders: Holder) -> Reader:
     if all(map(keeps_statistics, accelerators)):
         return PeakMeter(accelerators)
     return LiveBytes(*holders, device=accelerators[0].type)
+
+
+def as_held(levels: Sequence[Level]) -> list[Level]:
+    """Return the levels of a step that holds all hidden states, from one in segments.
+
+    What makes them again is left out. While a block is recomputed, its hidden states are there in both; afterwards they
+    are free in segments, unless the block saves them: the trials of `keep` show that.
+    """
+    freed = max((level.freed.hidden for level in levels if level.action == KEEP), default=0)
+    held = []
+    is_made = False
+    for level in levels:
+        if level.what == "made":
+            is_made = True
+            continue
+        ends = level.what in ("backward", "end")
+        peak = level.peak_bytes + level.missing_bytes + (freed if is_made and ends else 0)
+        held.append(dataclasses.replace(level, bytes=level.bytes + level.missing_bytes, peak_bytes=peak))
+        is_made = is_made and not ends
+    return held
 
 
 def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:

@@ -15,8 +15,9 @@ covers, runs under it. Otherwise the step is for the first of these phases that 
 | *paused* | the same, because a further forward has no room under its plan; unmeasured | after that step |
 
 If the peak of a checked step exceeds the budget, the limit of all later plans is lower by what it needed more than was
-predicted. `full` keeps least, or `full+tiles` where the spec has `mlp`: see `planner.policies.least`. With compiled
-blocks it is share 0, single blocks try other shares in their forward, and a step that compiles a graph is not used. A
+predicted. `full` keeps least, or `full+tiles` where the spec has `mlp`: see `planner.policies.least`; in segments, if
+the spec has them. What `full` itself needs follows from such a step, see `measure.levels.as_held`. With compiled blocks
+it is share 0, single blocks try other shares in their forward, and a step that compiles a graph is not used. A
 step that is not what was expected (an exception, another forward, gradients that were not cleared) is not used either,
 and the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured. A
 forward without a backward is no step.
@@ -54,21 +55,22 @@ from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries, GraphsReference, watch_graphs
 from hf_ckpt.attach.enable import exchange
 from hf_ckpt.attach.record import Installation
-from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading
+from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading, with_segments
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.region import Region
+from hf_ckpt.engines.segments import Watching
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell
-from hf_ckpt.measure.levels import DeviceClock, Levels, reader_for, saves_nothing, step_of
+from hf_ckpt.measure.levels import DeviceClock, Levels, as_held, reader_for, saves_nothing, step_of
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner import policies
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, planned_actions
 from hf_ckpt.spec.description import Description
-from hf_ckpt.spec.plan import Plan, Prediction
+from hf_ckpt.spec.plan import Block, Plan, Prediction
 from hf_ckpt.training import conditions
 from hf_ckpt.training.conditions import Batch, ModelState, OptimizerStates, StepForwards
 from hf_ckpt.training.excess import BudgetWatch
@@ -196,7 +198,7 @@ class Recorder:
         """Return the step, with the most bytes that were alive after its end; None if it cannot be used."""
         if compat.compiler.compiled_graphs() != self._graphs:
             return None  # compiling takes time, and may take memory; the next step uses the new graphs
-        return None if self.levels.is_blind else step_of(self.levels.levels(), outside_peak_bytes)
+        return None if self.levels.is_blind else step_of(as_held(self.levels.levels()), outside_peak_bytes)
 
     def _before_optimizer(self) -> None:
         if self.levels.reader is not None:
@@ -484,7 +486,8 @@ class Session:
         if is_first:
             attempts = {} if in_forward else measurements.forwards_to_try(batch)
         elif measurements.lacks_backwards(batch) and not in_forward:
-            attempts = measurements.backwards_to_try(batch, self._least_limit(batch))
+            room = self._least_limit(batch) - self._peak_of_least(batch)
+            attempts = measurements.backwards_to_try(batch, measurements.costs(batch).peak({}) + room)
         elif in_forward:
             actions = measurements.actions_to_run(batch, self._least_limit(batch))
         # A first step is measured even if it tries nothing: all other steps are compared with it.
@@ -515,7 +518,7 @@ class Session:
         If even what keeps least needs more than the limit, as for the optimizer's step, other actions cost nothing as
         long as they need no more than that.
         """
-        return max(self._limit_bytes, self._measurements.costs(batch).peak({}))
+        return max(self._limit_bytes, self._peak_of_least(batch))
 
     def _needs_check(self, batch: Batch) -> bool:
         """Whether to measure the first step under the plan of a batch: not if a plan was measured of one that differs
@@ -533,7 +536,27 @@ class Session:
     def _keeping_least(self, batch: Batch, phase: Phase, actions: Mapping[str, Action] = NO_ACTIONS) -> Planned:
         """The plan for one step before the plan of a batch: all blocks keep least, but for those in `actions`."""
         plan = self._plan_with(actions)
+        divided = self._in_segments(dict(plan.actions))
+        if divided:
+            rows = tuple((block, divided.get(block, action)) for block, action in plan.actions)
+            plan = dataclasses.replace(plan, actions=rows)
         return Planned(batch, self._limit_bytes, plan, phase=phase, actions=actions)
+
+    def _in_segments(self, actions: Mapping[Block, Action]) -> dict[Block, Action]:
+        """The actions of a step before the plan in the segments of the spec; none without segments."""
+        measurements = self._measurements
+        # Parameters that are sharded are not there to run the blocks of a segment once more.
+        if self._spec.segments is None or self._state.is_sharded or measurements.skips:
+            return {}
+        chosen = {block: action for block, action in actions.items() if block.name not in measurements.fixed}
+        return policies.in_segments(chosen, self._spec.segments)
+
+    def _peak_of_least(self, batch: Batch) -> int:
+        """The peak of the step of a batch in which all blocks keep least, in the segments of the spec."""
+        costs = self._measurements.costs(batch)
+        divided = self._in_segments(dict.fromkeys((call.block for call in costs.calls), self._least))
+        is_divided = any(action.made for action in divided.values()) and len(divided) == len(costs.calls)
+        return min(costs.peak({}), with_segments(costs, divided).peak({})) if is_divided else costs.peak({})
 
     def _plan_with(self, actions: Mapping[str, Action], prediction: Prediction | None = None) -> Plan:
         """The plan that gives blocks these actions, by name; all others keep least, but for fixed ones."""
@@ -584,7 +607,8 @@ class Session:
         if any(map(compat.compiler.is_compiled, running.modules())):
             conditions.refuse_compiled(base, self._devices, self._spec.policy)
         if not self.measured_steps:
-            tell("hf_ckpt: %s: measuring the first steps, under `%s`", self._name, self._least)
+            where = ", in segments" if any(action.made for _, action in planned.plan.actions) else ""
+            tell("hf_ckpt: %s: measuring the first steps, under `%s`%s", self._name, self._least, where)
         # A hook inside of a graph of torch.compile would break the graph.
         modules = compat.compiler.outside_graphs(running, self._measurements.modules)
         if planned.phase is Phase.RACE and not self._measurements.skips:
@@ -599,7 +623,12 @@ class Session:
             optimizers = compat.optimizers.of_model(base)
             levels = Levels(reader_for(self._devices, base, {"batch": (args, kwargs)}, *optimizers))
         self.recorder = Recorder(record, base, modules, levels)
-        record.set_trials(planned.attempts, self.recorder.boundaries.mark)
+        mark = self.recorder.boundaries.mark
+        watching = None
+        if planned.phase in (Phase.MEASURE, Phase.TIME) and any(action.made for _, action in planned.plan.actions):
+            watching = Watching(mark)
+            levels.missing_bytes = watching.missing_bytes
+        record.set_trials(planned.attempts, mark, watching)
         self.measured_steps += 1
 
     def _drop(self) -> None:

@@ -117,6 +117,41 @@ def test_a_budget_in_which_no_other_plan_fits_is_held_in_segments():
     assert recomputed == [1 + after for after in (*made[1:], False)]
 
 
+@sparing("name", ["llama", "bert", "t5", "lora", "tiles"], "bert")
+def test_a_budget_with_segments_is_held_in_every_step(name):
+    """Also in those that are measured. They show what `full` needs, to the byte."""
+    more = {"check_every": 0, **({"mlp": 64} if name == "tiles" else {})}
+    family = name if name in ("bert", "t5") else "llama"
+
+    def new_model():
+        attention = "eager" if family == "t5" else "sdpa"
+        model = tiny_model(family, layers=16, hidden=32, attention=attention)
+        return with_lora(model, "llama", lora_dropout=0.0) if name == "lora" else model
+
+    batch = tiny_batch(family, batch=4, tokens=128)
+    plain, full, divided, model = (new_model() for _ in range(4))
+    for other in (full, divided, model):
+        other.load_state_dict(plain.state_dict())
+    planned(full, {"policy": "full", **more})
+    planned(divided, {"policy": "full", "segments": "sqrt", **more})
+    needed = live_peak(full, batch)
+    budget = round(1.005 * live_peak(divided, batch))
+    assert needed > budget
+    budgeted(model, budget, segments="sqrt", **more)
+    phases, peaks = zip(*steps_until_planned(model, batch), strict=True)
+    plain(**without_cache(plain, batch)).loss.backward()
+    assert phases[0] is Phase.MEASURE
+    assert max(peaks) <= budget
+    session = installation(model).session
+    costs = session._measurements.costs(session.planned.batch)
+    least = session._measurements.least
+    assert costs.peak(dict.fromkeys(session._measurements.blocks, least)) == pytest.approx(needed, rel=0.0005)
+    compare = assert_near if name == "tiles" else assert_same
+    compare(gradients(plain), gradients(model))
+    made = [action.made for _, action in hf_ckpt.describe(model).plan.actions]
+    assert sum(made) > 8
+
+
 def test_segments_race_with_a_plan_that_offloads(monkeypatch):
     """Where only these two fit."""
     with_host = dataclasses.replace(this_device(), host_bandwidth=1e12)
