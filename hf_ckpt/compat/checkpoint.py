@@ -24,6 +24,7 @@ _metadata = operator.attrgetter("shape", "dtype", "device")
 """Returns the same as `_default_metadata`, without a Python call: torch needs it twice for every saved tensor."""
 
 
+_Holder = private("torch.utils.checkpoint._Holder")
 _running_backward = private("torch._C._current_graph_task_id")
 
 
@@ -46,20 +47,17 @@ class _WatchedFrame(torch.utils.checkpoint._CheckpointFrame):
         That method makes five Python calls for each tensor, a tenth of the calls of a step. So compare all tensors at
         once, and let torch's method tell what differs.
         """
-        recorded_by = self.metadata_fn
-        self.metadata_fn = recorded_by or _metadata  # None: see `_packing_for`
         recomputed = self.recomputed[gid].data.values()  # type: ignore[attr-defined]
         # Autograd may have dropped a saved tensor: no backward needs it.
         expected = [kind for kind, holder in zip(self.x_metadatas, self.weak_holders, strict=True) if holder()]
         are_all = self.recomp_counter[gid] == len(self.weak_holders)
+        if are_all and list(map(self.metadata_fn, recomputed)) == expected:
+            return
         try:
-            if not are_all or list(map(self.metadata_fn, recomputed)) != expected:
-                super().check_recomputed_tensors_match(gid)
+            super().check_recomputed_tensors_match(gid)
         except Exception as error:
             self.on_error(error)
             raise
-        finally:
-            self.metadata_fn = recorded_by  # a backward may run inside of the forward
 
 
 def run_watched(on_error: Callable[[Exception], None], function: Callable[..., Any], *args: Any) -> Any:
@@ -77,7 +75,8 @@ def run_watched(on_error: Callable[[Exception], None], function: Callable[..., A
         frame.on_error = on_error
         frame.__class__ = _WatchedFrame
         if frame.metadata_fn is _default_metadata:
-            pack = _packing_for(frame, pack)
+            frame.metadata_fn = _metadata
+            pack = _packing_for(frame)
 
     @untraced
     def unpack_watched(packed: Any) -> torch.Tensor:
@@ -99,21 +98,22 @@ def run_watched(on_error: Callable[[Exception], None], function: Callable[..., A
         return function(*args)
 
 
-def _packing_for(frame: Any, pack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _packing_for(frame: Any) -> Callable[[Any], Any]:
     """Return a pack hook that does what torch's own does for a record.
 
-    For the metadata of each tensor, torch's turns gradients off and on, which takes six Python calls. Without a
-    function for metadata, it records none.
+    For the metadata of each tensor, torch's turns gradients off and on, which takes six Python calls.
     """
-    frame.metadata_fn = None
+    weak_holders = frame.weak_holders
     metadatas = frame.x_metadatas
 
     @untraced
-    def pack_watched(tensor: torch.Tensor) -> Any:
+    def pack(tensor: torch.Tensor) -> Any:
+        holder = _Holder()
+        weak_holders.append(weakref.ref(holder))
         metadatas.append(_metadata(tensor))
-        return pack(tensor)
+        return holder
 
-    return pack_watched
+    return pack
 
 
 def run_again(function: Callable[..., Any], *args: Any) -> Any:

@@ -365,7 +365,7 @@ class ForwardState:
             else:
                 content = dict(tensors[number - owners])
             yield box, content | recorded[number]
-        yield from zip(settings.boxes, settings.contents, strict=True)
+        yield from settings.boxes
 
     def restore(self) -> None:
         """Give the block the attributes and the values of buffers that it had, for good."""
