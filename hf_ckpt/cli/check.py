@@ -1,7 +1,8 @@
 """`hf-ckpt check`: check that a model has the same loss and gradients with a plan as without checkpointing.
 
-One forward and backward from the same seed, without and with the plan. Without a model: a small random one of every
-family, with dropout. Exit code 1 if anything differs or nothing was recomputed.
+Runs one forward and backward from the same seed, without and with the plan, and compares the loss and every gradient.
+Without a model, it checks a small random one of every family, with dropout. Exit code 1 if anything differs or nothing
+was recomputed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`hf-ckpt plan`: find the fastest plan of a training within a memory budget, with its peak and step time.
 
-Which blocks keep, rebuild or recompute so that a training step is the fastest that fits, with its peak and what fills
-it, step time and tokens a second, all predicted. Exit code 2 if nothing fits.
+Chooses for each block whether to keep, rebuild or recompute its activations, so that a training step is as fast as the
+budget allows. Prints the peak and what fills it, step time and tokens a second, all predicted. Exit code 2 if nothing
+fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hf_ckpt.forecast.result import Forecast, Printer, print_comparison
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 
-_AGAINST = "a training file, or options in quotes: compare the lowest peaks of the two, part by part"
+_AGAINST = "training file, or options in quotes, to compare lowest peaks with, part by part"
 
 
 def add(verbs: Any) -> None:
@@ -35,7 +36,9 @@ def add(verbs: Any) -> None:
     plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments, YAML or JSON; options win")
     plan.add_argument("--against", metavar="OTHER", help=_AGAINST)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    plan.add_argument("--out", type=Path, help='file for the plan (.yaml or .json), for {"plan": FILE}')
+    plan.add_argument(
+        "--out", type=Path, help='save the plan to this file (.yaml or .json), for the spec {"plan": FILE}'
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

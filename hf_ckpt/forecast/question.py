@@ -154,11 +154,11 @@ _CHUNK = "auto, or tokens of a chunk"
 _TILE = "auto, or tokens of a tile"
 _SEGMENTS = "compare plans in segments, too: sqrt, or the number of segments (default: none)"
 _HOST = "host memory for offloading"
-_GLOBAL_BATCH = "sequences a step, on all ranks; chooses the fastest --batch and --accum"
-_DEVICES = f"assumed in place of this machine's: {', '.join(DEVICES)}"
+_GLOBAL_BATCH = "sequences per step, on all ranks; chooses the fastest --batch and --accum"
+_DEVICES = f"device to plan for (default: this machine): {', '.join(DEVICES)}"
 _MAX_TOKENS = "plan for the longest sequences that fit, in multiples of 128 tokens"
 _GENERATION = "tokens of prompt and completion that GRPO generates; adds a note on their KV cache"
-_SPEC = "a spec to compare the plan with: JSON, KEY=VALUE or a file (default: that of --config)"
+_SPEC = "compare this spec with the plan: JSON, KEY=VALUE or a file (default: that of --config)"
 _WAYS = "how ranks share the work; zero1 to zero3 are DeepSpeed's"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
@@ -172,10 +172,10 @@ class Question:
     """
 
     model: str = _field("", "preset (such as llama-3.1-8b or t5-3b), folder, hub id or config.json", label="Model")
-    batch: int = _number(1, "sequences a micro-step", label="Batch", scope=STEP)
-    tokens: int = _number(512, "tokens a sequence", option="seq", label="Length", scope=STEP)
-    target_tokens: int | None = _number(None, f"tokens a target {_OF_T5}", option="target_seq", scope=STEP)
-    images: int = _number(0, f"images a sequence, {_OF_IMAGES}", scope=STEP)
+    batch: int = _number(1, "sequences per micro-step", label="Batch", scope=STEP)
+    tokens: int = _number(512, "tokens per sequence", option="seq", label="Length", scope=STEP)
+    target_tokens: int | None = _number(None, f"tokens per target {_OF_T5}", option="target_seq", scope=STEP)
+    images: int = _number(0, f"images per sequence, {_OF_IMAGES}", scope=STEP)
     choices: int = _number(4, "choices per question, for multiple-choice models", scope=STEP)
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)", scope=STEP)
     seconds: int | None = _number(None, "length of recordings (Whisper: 30; others have no default)", scope=STEP)
@@ -186,18 +186,22 @@ class Question:
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
     load_in_8bit: bool = _field(False, "base in 8 bits (LLM.int8()) by bitsandbytes", label="Base in 8 bits")
-    double_quant: bool = _field(False, "scales of 4 bits in 8 bits (bnb_4bit_use_double_quant)")
+    double_quant: bool = _field(False, "quantise the scales of 4 bits, too (bnb_4bit_use_double_quant)")
     kbit_preparation: bool = _field(True, "do not cast to float32 what is not quantised", label="PEFT's preparation")
-    dtype: str = _field("bfloat16", "of the weights", choices=DTYPE_NAMES, label="Type of the weights")
+    dtype: str = _field("bfloat16", "type of the weights", choices=DTYPE_NAMES, label="Type of the weights")
     autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
-    optimizer: str = _field("adamw", "", choices=tuple(OPTIMIZERS), label="Optimizer", scope=COSTS)
-    accumulation: int = _number(1, "micro-steps a step", option="accum", label="Micro-steps of a step", scope=STEP)
+    optimizer: str = _field("adamw", "optimizer", choices=tuple(OPTIMIZERS), label="Optimizer", scope=COSTS)
+    accumulation: int = _number(
+        1, "micro-steps per step (gradient accumulation)", option="accum", label="Micro-steps of a step", scope=STEP
+    )
     global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step", scope=PLAN)
     max_batch: bool = _field(False, "plan for the largest batch that fits", scope=PLAN)
     max_tokens: bool = _field(False, _MAX_TOKENS, option="max_seq", scope=PLAN)
     attention: str = _field("sdpa", "attention implementation, as transformers names it")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask", scope=STEP)
-    trainer: str | None = _field(None, "of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL")
+    trainer: str | None = _field(
+        None, "trainer of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL"
+    )
     generation: int | None = _number(None, _GENERATION, scope=PLAN)
     packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
     ranks: int = _number(1, "number of processes, each with a device", label="Ranks", scope=COSTS)

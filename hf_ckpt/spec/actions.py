@@ -37,7 +37,7 @@ class Action:
 
     def __str__(self) -> str:
         if self.made:
-            return f"{dataclasses.replace(self, made=False)}, its input made again"
+            return f"{dataclasses.replace(self, made=False)}, its input recomputed"
         if self.share is not None:
             return f"{self.kind} (share {self.share:g})"
         if isinstance(self.tile, int):

@@ -141,13 +141,13 @@ class Description:
         if calls:
             # `full` counts a block's run, `selective` each operation: the two do not compare, so the line says so.
             units = "recomputations (of a block, or of an operation under `selective`)"
-            yield f"  so far: {calls} forwards of planned blocks; {sum(self.recomputed.values())} {units}"
+            yield f"  so far: {counted(calls, 'forward')} of planned blocks; {sum(self.recomputed.values())} {units}"
         if self.watched:
             yield f"  watched: {self.watched}"
             for text in self.watched.differences:
                 yield f"    {text}"
             for name, action in self.avoided.items():
-                yield f"    {name} runs under {action} since then"
+                yield f"    since then, {name} runs under {action}"
             for part, reason in self.watched.not_checked.items():
                 yield f"    not checked: {part} ({reason})"
 
@@ -172,9 +172,9 @@ class Description:
             moved = format_bytes(sum(self.moved.values()))
             yield f"  moved to host memory in the last forward: {moved} of {counted(len(self.moved), 'block')}"
         if self.head_ran:
-            yield f"  head, last call: {self.head_ran}; {self.chunked_heads} calls in chunks so far"
+            yield f"  head, last call: {self.head_ran}; {counted(self.chunked_heads, 'call')} in chunks so far"
         if self.dropped_tensors:
-            yield f"  `selective` dropped {self.dropped_tensors} saved tensors in the last forward"
+            yield f"  `selective` dropped {counted(self.dropped_tensors, 'saved tensor')} in the last forward"
         if self.saved:
             yield "  `selective`, in the first forward of its blocks together:"
             yield from (f"    {row}" for row in self.saved[:SHOWN])

@@ -221,7 +221,7 @@ def _made_again(pairs: list[tuple[Block, Action]]) -> Iterator[str]:
     """Yield how many blocks of a stack do not hold their hidden states, in words; nothing if all do."""
     count = sum(action.made for _, action in pairs)
     if count:
-        yield f"{count} of {counted(len(pairs), 'input')} made again"
+        yield f"{count} of {counted(len(pairs), 'input')} recomputed"
 
 
 def _summary(pairs: list[tuple[Block, Action]]) -> str:

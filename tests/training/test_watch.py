@@ -71,12 +71,12 @@ def test_wrong_blocks_get_another_action_from_the_next_step_on(tmp_path, monkeyp
     described = hf_ckpt.describe(training.model)
     assert len(described.watched.differences) == LAYERS
     assert described.avoided == dict.fromkeys([f"model.layers.{number}" for number in range(LAYERS)], "keep")
-    assert caplog.text.count("runs under `keep` from now on, no longer `selective (save linear, attention)`") == LAYERS
+    assert caplog.text.count("runs under `keep` from now on, instead of `selective (save linear, attention)`") == LAYERS
     training.model.gradient_checkpointing_disable()
     training.model.gradient_checkpointing_enable()
     described = hf_ckpt.describe(training.model)
     assert not described.plan.active()
-    assert "model.layers.3 runs under keep since then" in str(described)
+    assert "since then, model.layers.3 runs under keep" in str(described)
 
 
 class Rand(torch.nn.Module):
