@@ -21,8 +21,9 @@ from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.guard import OomGuard
 from hf_ckpt.training.out_of_memory import REPORT_FILE
-from hf_ckpt.training.phases import Phase
+from hf_ckpt.training.phases import RACE_STEPS, Phase
 
+DIVIDED = {"policy": "full+selective", "segments": "sqrt"}
 CPU, FIRST, SECOND = "cpu", device.FIRST, device.SECOND
 LAYERS, PLANNED = 6, 24
 """Blocks of the models, and a number of steps after which a budget has its plan."""
@@ -127,6 +128,38 @@ def test_an_optimizer_may_have_its_state_before_the_budget():
     planned(model, {"policy": "budget", "budget": peak_of(model, batch, optimizer) + (1 << 16)})
     train(model, batch, PLANNED, optimizer)
     assert {"keep"} in raced(model)
+
+
+def test_segments_race_with_a_plan_that_offloads_within_the_budget():
+    """Where only these two fit. Both run whole steps in turn, and each step has the gradients of no checkpointing."""
+
+    def model_under(spec):
+        model = device.moved_to(tiny_model("llama", layers=16), FIRST)
+        known(torch.optim.SGD(model.parameters(), lr=0.0))
+        return planned(model, {**spec, "check_every": 0})
+
+    def gradients(model):
+        model.zero_grad(set_to_none=True)
+        model(**without_cache(model, batch)).loss.backward()
+        return {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+
+    _, batch = model_and_batch()
+    expected = gradients(model_under({"policy": "none"}))
+    budget = round(1.02 * max(peak_of(model_under(spec), batch) for spec in (DIVIDED, {"policy": "offload"})))
+    assert peak_of(model_under({"policy": "full+selective"}), batch) > budget
+    model = model_under({"policy": "budget", "budget": budget, "segments": "sqrt", "host_budget": "1GiB"})
+    raced = []
+    phase = None
+    while phase is not Phase.PLAN:
+        torch.accelerator.reset_peak_memory_stats(FIRST)
+        assert_same(expected, gradients(model))
+        assert torch.accelerator.max_memory_allocated(FIRST) <= budget
+        phase = installation(model).session.planned.phase
+        if phase is Phase.RACE:
+            described = hf_ckpt.describe(model)
+            made = any(action.made for _, action in described.plan.actions)
+            raced.append((made, sum(described.moved.values()) > 0))
+    assert raced == [(False, True), (True, False)] * RACE_STEPS
 
 
 def test_memory_of_an_evaluation_between_two_steps_is_no_part_of_them():
