@@ -8,18 +8,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.arguments import add_verb, positive, quiet_libraries
+from hf_ckpt.cli.arguments import add_options, add_verb, options_of, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.question import FIELDS, PRESETS, Question, command_of, question
 from hf_ckpt.forecast.result import HEADS, Forecast, Row
-from hf_ckpt.units import GIB
+from hf_ckpt.units import GIB, exact_size
 
 ON_PAGE = {name: field for name, field in FIELDS.items() if field.label}
 """The fields of a `Question` that are on the page."""
@@ -31,6 +33,14 @@ STEP_GIB = 0.01
 """Distance of two budgets on the slider."""
 PARTS = {"resident": "#d5d8dc", "gradients": "#aab1ba", "kept for backward": "#8b97a5", "temporary": "#566373"}
 """What fills memory -> its colour in the figure."""
+ADDRESS = """(...values) => {
+    const plain = %s;
+    const asked = Object.keys(plain).map((name, place) => [name, values[place] ?? ""]);
+    const changed = asked.filter(([name, value]) => String(value) !== String(plain[name]));
+    history.replaceState(null, "", "?" + new URLSearchParams(changed));
+    return [];
+}"""
+"""Writes the values of the form into the page's address; `%s` is what is left out, as JSON."""
 LOOK = {"theme": "default", "footer_links": [], "ssr_mode": False}
 """Arguments of `Blocks.launch`."""
 
@@ -79,6 +89,50 @@ def question_of(*values: Any) -> Question:
     return training
 
 
+def plain_value(name: str) -> Any:
+    """Return what the form shows in a field that is not asked about."""
+    default = FIELDS[name].default
+    if isinstance(default, bool):
+        return default
+    return default or "" if ON_PAGE[name].choices else ""
+
+
+def form_values(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the form shows for fields of a question: texts, and yes or no."""
+    values = {}
+    for name, value in fields.items():
+        is_text = value is not None and not isinstance(value, bool)
+        values[name] = FIELDS[name].words(value)[1] if is_text else value or plain_value(name)
+    return values
+
+
+def values_of_address(query: Mapping[str, str]) -> list[Any]:
+    """Return the values of the fields of `ON_PAGE` for the query of an address. Those that it does not name are plain.
+
+    Names that begin with two underscores are of the program that shows the page. Raises `HfCkptError` for others.
+    """
+    asked = {name: text for name, text in query.items() if not name.startswith("__")}
+    for name in asked:
+        if name not in ON_PAGE:
+            raise HfCkptError(f"the address asks for {name!r}, which is not on the page: use {', '.join(ON_PAGE)}.")
+    values = {name: asked.get(name, plain_value(name)) for name in ON_PAGE}
+    for name, value in values.items():
+        if isinstance(FIELDS[name].default, bool) and isinstance(value, str):
+            if value not in ("true", "false"):
+                raise HfCkptError(f"the address asks for {name}={value}: it must be true or false.")
+            values[name] = value == "true"
+    return [*values.values()]
+
+
+def fields_of_row(options: str) -> dict[str, Any]:
+    """Return the fields of a question that the options of a row set."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    fields = options_of(parser.parse_args(shlex.split(options)))
+    # A row of a micro-batch says how a step is split, which is no longer to be chosen.
+    return fields | ({"global_batch": None} if "accumulation" in fields else {})
+
+
 def _shown(value: Any) -> Any:
     """Return the update of a part of the page: it has this value, or is hidden if there is none."""
     import gradio
@@ -86,11 +140,15 @@ def _shown(value: Any) -> Any:
     return gradio.update(value=value or None, visible=bool(value))
 
 
+def drawn_of(forecast: Forecast) -> Forecast:
+    """Return the forecast to draw. If nothing fits, this is the lowest peak, which is of more help than none."""
+    return forecast.within(_budgets_of(forecast)[0]) if forecast.frontier and not forecast.plan else forecast
+
+
 def _parts_of(forecast: Forecast, training: Question) -> list[Any]:
     """Return the updates of the answer, the figure, what to copy, and the rows."""
     text = "\n\n".join([f"## {forecast.verdict}", forecast.assumed, *forecast.left, *forecast.notes])
-    # If nothing fits, the figure shows the lowest peak, which is of more help than none.
-    drawn = forecast.within(_budgets_of(forecast)[0]) if forecast.frontier and not forecast.plan else forecast
+    drawn = drawn_of(forecast)
     figure = figure_of(drawn) if drawn.plan else None
     arguments, lines, *_ = [*forecast.write.values(), "", ""]
     return [*map(_shown, [text, figure, arguments, lines, command_of(training), forecast.table()])]
@@ -107,7 +165,7 @@ def _answer(*values: Any) -> list[Any]:
         forecaster = Forecaster(training)
         forecast = forecaster.answer()
     except HfCkptError as error:
-        return [None, *map(_shown, ["", f"## {error}", "", "", "", "", ""])]
+        return _refused(error)
     chosen = forecaster.training
     training = dataclasses.replace(training, batch=chosen.batch, accumulation=chosen.accumulation, global_batch=None)
     gib = [math.ceil(100 * size / GIB) / 100 for size in _budgets_of(forecast)] or [0.0]
@@ -117,11 +175,16 @@ def _answer(*values: Any) -> list[Any]:
     return [(training, forecast), slider, *_parts_of(forecast, training)]
 
 
+def _refused(error: HfCkptError) -> list[Any]:
+    """Return the page's state, slider and `_parts_of` for a question that has no answer."""
+    return [None, *map(_shown, ["", f"## {error}", "", "", "", "", ""])]
+
+
 def _move(answered: tuple[Question, Forecast], gib: float) -> list[Any]:
-    """Return `_parts_of` for another budget, from the costs that are measured already."""
+    """Return the field of the budget, and `_parts_of` for another budget, from the costs that are measured already."""
     training, forecast = answered
     limit = round(gib * 1024) * 2**20
-    return _parts_of(forecast.within(limit), dataclasses.replace(training, budget=limit))
+    return [exact_size(limit), *_parts_of(forecast.within(limit), dataclasses.replace(training, budget=limit))]
 
 
 def build(model: str = "gpt2") -> Any:
@@ -130,11 +193,11 @@ def build(model: str = "gpt2") -> Any:
     Raises `MissingDependencyError` without gradio or plotly.
     """
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    require_plotly("hf-ckpt app", "gradio plotly")
     try:
         import gradio
-        import plotly  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(str(error.name), "hf-ckpt app", "pip install gradio plotly") from error
+        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
 
     with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:
         gradio.Markdown("# Does it fit, and what do I write?\nNo weights are loaded, and no GPU is used.")
@@ -154,10 +217,44 @@ def build(model: str = "gpt2") -> Any:
         # One at a time, because a forecast replaces functions of transformers in the whole process.
         how: dict[str, Any] = {"api_visibility": "private", "concurrency_id": "plan", "concurrency_limit": 1}
         inputs = [fields[name] for name in ON_PAGE]
-        for event in (page.load, button.click):
-            event(_answer, inputs, [state, budget, *parts], **how)
-        budget.release(_move, inputs=[state, budget], outputs=parts, **how)
+
+        def opened(request: Any, *values: Any) -> list[Any]:
+            """Fill the form from the page's address, if that asks something, and answer."""
+            query = dict(request.query_params) if request is not None else {}
+            if any(not name.startswith("__") for name in query):
+                try:
+                    values = tuple(values_of_address(query))
+                except HfCkptError as error:
+                    return [*values, *_refused(error)]
+            return [*values, *_answer(*values)]
+
+        def clicked(event: Any, answered: tuple[Question, Forecast]) -> list[Any]:
+            """Fill the form with the options of the row that was clicked."""
+            options = answered[1].rows[event.index[0]].options
+            values = form_values(fields_of_row(options))
+            return [gradio.update(value=values[name]) if name in values else gradio.skip() for name in ON_PAGE]
+
+        # Gradio reads from annotations what to pass.
+        opened.__annotations__["request"] = gradio.Request
+        clicked.__annotations__["event"] = gradio.SelectData
+        everything = [state, budget, *parts]
+        plain = json.dumps({name: plain_value(name) for name in ON_PAGE})
+        for event in (
+            page.load(opened, inputs, [*inputs, *everything], **how),
+            button.click(_answer, inputs, everything, **how),
+            rows.select(clicked, [state], inputs, **how),
+            budget.release(_move, [state, budget], [fields["budget"], *parts], **how),
+        ):
+            event.then(None, inputs, js=ADDRESS % plain)
     return page
+
+
+def require_plotly(user: str, packages: str = "plotly") -> None:
+    """Raise `MissingDependencyError` without plotly, which draws figures for a command."""
+    try:
+        import plotly  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError("plotly", user, f"pip install {packages}") from error
 
 
 def _budgets_of(forecast: Forecast) -> list[int]:

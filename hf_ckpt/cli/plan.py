@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_ckpt.cli.app import drawn_of, figure_of, require_plotly
 from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
 from hf_ckpt.forecast.question import FIELDS, Question, question
@@ -36,6 +37,7 @@ def add(verbs: Any) -> None:
     plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments, YAML or JSON; options win")
     plan.add_argument("--against", metavar="OTHER", help=_AGAINST)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="draw the figure of hf-ckpt app into this file")
     plan.add_argument(
         "--out", type=Path, help='save the plan to this file (.yaml or .json), for the spec {"plan": FILE}'
     )
@@ -48,6 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.out is not None:
         refuse_unwritable(arguments.out, SUFFIXES)  # not only after minutes of planning
+    if arguments.html is not None:
+        refuse_unwritable(arguments.html, (".html",))
+        require_plotly("hf-ckpt plan --html")
     quiet_libraries(to_plan=True)
     training, program = _read_config(options_of(arguments), arguments.config)
     console = make_console(stderr=arguments.json)  # stdout is then JSON, whole and alone
@@ -66,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         answered = forecaster.answer(lambda first: printer.show(_for_program(first, program)), printer.add)
         forecast = _for_program(answered, program)
         printer.end(forecast)
+    drawn = None if arguments.html is None else drawn_of(forecast)
+    if drawn is not None and drawn.plan is not None:
+        figure_of(drawn).write_html(arguments.html)
+        print_plain(console, f"wrote the figure to {arguments.html}")
     if forecast.plan is None:
         return 2
     if arguments.out is not None:

@@ -48,8 +48,8 @@ def test_fields_are_read_as_options_of_the_command_line():
         ({"batch": "0"}, "Batch: must be a whole number of at least 1"),
         ({"load_in_4bit": True}, "a base in 4 bits stays frozen"),
         ({"model": " "}, "a model is needed"),
-        ({"model": __file__}, "the page does not"),
-        ({"model": "../secret"}, "the page does not"),
+        ({"model": __file__}, "is neither a preset nor a hub id"),
+        ({"model": "../secret"}, "is neither a preset nor a hub id"),
     ):
         with pytest.raises(HfCkptError, match=message):
             asked_on_page(**changes)
@@ -62,7 +62,7 @@ def test_the_page_answers_moves_and_refuses():
     """
     pytest.importorskip("gradio")
     page = app.build("mini-gpt2")
-    plan, *_, move = (function for function in page.fns.values() if function.fn)
+    _, plan, _, move = (function for function in page.fns.values() if function.fn)
     values = [page.blocks[field._id].value for field in plan.inputs]
     assert app.question_of(*values) == asked_on_page(batch="16", tokens="1024", device="4080")
 
@@ -79,6 +79,7 @@ def test_the_page_answers_moves_and_refuses():
     assert Spec.parse(written).budget == round(first["hf-slider"]["minimum"] * 1024) * 2**20
     assert moved["hf-command"]["value"].endswith(f"--budget {written['budget']}")
     assert moved["hf-rows"]["value"][0][0] == "this plan"
+    assert moved["hf-budget"] == written["budget"]
     budget = list(app.ON_PAGE).index("budget")
     narrow = [*values[:budget], "400MiB", *values[budget + 1 :]]
     none = parts(plan, *narrow)
@@ -94,6 +95,69 @@ def test_the_page_answers_moves_and_refuses():
     wrong = parts(plan, *values[:budget], "lots", *values[budget + 1 :])
     assert wrong["hf-answer"]["value"].startswith("## Budget: ")
     assert [name for name, part in wrong.items() if part and part["visible"]] == ["hf-answer"]
+
+
+def test_an_address_opens_filled_and_answered():
+    """It names what differs from an empty form; without a question, the page's first one is answered."""
+    pytest.importorskip("gradio")
+    page = app.build("mini-gpt2")
+    opened, plan, *_ = (function for function in page.fns.values() if function.fn)
+    first = [page.blocks[field._id].value for field in plan.inputs]
+    size = len(app.ON_PAGE)
+
+    def asked(**query):
+        found = opened.fn(SimpleNamespace(query_params=query), *first)
+        return dict(zip(app.ON_PAGE, found[:size], strict=True)), found[size:]
+
+    query = {"model": "mini-gpt2", "tokens": "64", "lora": "4", "load_in_8bit": "true", "device": "t4"}
+    values, (_, _, answer, *_) = asked(**query, __theme="dark")
+    assert {name: value for name, value in values.items() if value != app.plain_value(name)} == {
+        **query,
+        "load_in_8bit": True,
+    }
+    assert answer["value"].startswith("## Fits: ")
+    assert "--load-in-8bit" in answer["value"]
+    assert app.question_of(*values.values()) == app.question_of(*app.values_of_address(query))
+    assert [*asked()[0].values()] == first
+    for wrong, said in (({"tokns": "3"}, "asks for 'tokns', which"), ({"packing": "1"}, "must be true or false")):
+        _, (_, _, answer, *_) = asked(**wrong)
+        assert said in answer["value"]
+
+
+def test_a_row_that_is_clicked_fills_the_form():
+    """With the options of the row; the plan itself changes nothing."""
+    gradio = pytest.importorskip("gradio")
+    page = app.build("mini-gpt2")
+    _, plan, clicked, _ = (function for function in page.fns.values() if function.fn)
+    changes = {"batch": "16", "tokens": "1024", "device": "4080", "budget": "400MiB"}
+    values = list({**{name: app.plain_value(name) for name in app.ON_PAGE}, "model": "mini-gpt2", **changes}.values())
+    answered = plan.fn(*values)[0]
+    rows = answered[1].rows
+    assert len(rows) > 1
+    for number, row in enumerate(rows):
+        updates = clicked.fn(SimpleNamespace(index=[number, 2]), answered)
+        filled = [
+            value if update == gradio.skip() else update["value"] for value, update in zip(values, updates, strict=True)
+        ]
+        training = app.question_of(*filled)
+        fields = app.fields_of_row(row.options)
+        assert fields or not row.options
+        assert all(getattr(training, name) == value for name, value in fields.items())
+    split = app.form_values(app.fields_of_row("--batch 4 --accum 2"))
+    assert split == {"batch": "4", "accumulation": "2", "global_batch": ""}
+
+
+def test_the_figure_is_written_to_a_file(tmp_path, capsys):
+    """Also of the lowest peak, if nothing fits."""
+    pytest.importorskip("plotly")
+    for budget, code in (("700MiB", 0), ("1MiB", 2)):
+        path = tmp_path / f"{budget}.html"
+        command = ["plan", "mini-gpt2", "--seq", "64", "--device", "t4", "--budget", budget, "--html", str(path)]
+        assert main.main(command) == code
+        assert f"wrote the figure to {path}" in "".join(capsys.readouterr()).replace("\n", "")
+        text = path.read_text(encoding="utf-8")
+        assert "kept for backward" in text
+        assert "Plotly.newPlot" in text
 
 
 @pytest.mark.parametrize("package", ["gradio", "plotly"])

@@ -20,7 +20,7 @@ from hf_ckpt.measure import memory
 from hf_ckpt.units import GIB
 
 OPTIONS = table(__file__, "options.yaml")
-FILES = {"--against", "--config", "--json", "--out", "--help"}
+FILES = {"--against", "--config", "--html", "--json", "--out", "--help"}
 
 
 def asked(words):
