@@ -58,7 +58,7 @@ from hf_ckpt.attach.record import Installation
 from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading, with_segments
 from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.region import Region
-from hf_ckpt.engines.segments import Watching
+from hf_ckpt.engines.segments import Watching, are_others_hooks
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import this_device
@@ -544,12 +544,16 @@ class Session:
 
     def _in_segments(self, actions: Mapping[Block, Action]) -> dict[Block, Action]:
         """The actions of a step before the plan in the segments of the spec; none without segments."""
-        measurements = self._measurements
-        # Parameters that are sharded are not there to run the blocks of a segment once more.
-        if self._spec.segments is None or self._state.is_sharded or measurements.skips:
+        if self._spec.segments is None or not self._divides:
             return {}
-        chosen = {block: action for block, action in actions.items() if block.name not in measurements.fixed}
+        chosen = {block: action for block, action in actions.items() if block.name not in self._measurements.fixed}
         return policies.in_segments(chosen, self._spec.segments)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether blocks can be recomputed in segments in a forward that begins now."""
+        # Parameters that are sharded are not there to run the blocks of a segment once more.
+        return not (self._state.is_sharded or self._measurements.skips or are_others_hooks())
 
     def _peak_of_least(self, batch: Batch) -> int:
         """The peak of the step of a batch in which all blocks keep least, in the segments of the spec."""
@@ -820,8 +824,7 @@ class Session:
             costs,
             has_host=device.host_bandwidth > 0,
             chunks_help=self._chunks_help,
-            # Parameters that are sharded are not there to run the blocks of a segment once more.
-            divides=not (self._state.is_sharded or self._measurements.skips),
+            divides=self._divides,
         )
         host = device.host_bandwidth, device.launch_nanoseconds, self._spec.host_budget
         return with_offloading(costs, *host, self._measurements.fixed)

@@ -19,7 +19,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure import memory
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training import callback
-from hf_ckpt.training.guard import OomGuard
+from hf_ckpt.training.guard import OomGuard, tighten
 from hf_ckpt.training.out_of_memory import REPORT_FILE
 from hf_ckpt.training.phases import RACE_STEPS, Phase
 
@@ -160,6 +160,21 @@ def test_segments_race_with_a_plan_that_offloads_within_the_budget():
             made = any(action.made for _, action in described.plan.actions)
             raced.append((made, sum(described.moved.values()) > 0))
     assert raced == [(False, True), (True, False)] * RACE_STEPS
+
+
+@pytest.mark.parametrize("policy", ["full", "full+selective"])
+def test_the_plan_that_follows_segments_on_the_ladder_of_the_guard_needs_less(policy):
+    model = device.moved_to(tiny_model("llama", layers=16), FIRST)
+    _, batch = model_and_batch(tokens=256)
+    planned(model, {**DIVIDED, "policy": policy, "check_every": 0})
+    peaks = []
+    for _ in range(2):
+        train(model, batch)
+        peaks.append(peak_of(model, batch))
+        tightened = tighten(model, exact=True)
+    assert peaks[1] < peaks[0]
+    assert actions(model) == {"offload"}
+    assert tightened is None
 
 
 def test_memory_of_an_evaluation_between_two_steps_is_no_part_of_them():

@@ -13,6 +13,7 @@ from helpers.planned import budgeted, live_peak, model_of
 from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, gradients, planned, without_cache
 from torch import autocast, bfloat16, randint
+from torch.autograd.graph import saved_tensors_hooks
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -150,6 +151,22 @@ def test_a_budget_with_segments_is_held_in_every_step(name):
     compare(gradients(plain), gradients(model))
     made = [action.made for _, action in hf_ckpt.describe(model).plan.actions]
     assert sum(made) > 8
+
+
+@pytest.mark.parametrize("more", [{"segments": "sqrt"}, {}], ids=["asked for", "where nothing else fits"])
+def test_a_budget_plans_no_segments_inside_other_saved_tensor_hooks(more):
+    """These decide where tensors are held, so that each block holds its input, and predictions count it."""
+    batch = tiny_batch("llama", batch=4, tokens=128)
+    full, model = (tiny_model("llama", layers=16, hidden=32, attention="sdpa") for _ in range(2))
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        planned(full, {"policy": "full", "check_every": 0})
+        needed = live_peak(full, batch)
+        budgeted(model, round(0.95 * needed), check_every=0, **more)
+        _, peaks = zip(*steps_until_planned(model, batch), strict=True)
+    planned_here = installation(model).session.planned
+    assert planned_here.over
+    assert not any(action.made for _, action in planned_here.plan.actions)
+    assert planned_here.plan.prediction.peak_bytes == pytest.approx(peaks[-1], rel=0.001)
 
 
 def test_segments_race_with_a_plan_that_offloads(monkeypatch):
