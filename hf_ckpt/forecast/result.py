@@ -280,9 +280,9 @@ def left_of(device: Device, row: Row) -> tuple[str, ...]:
     memory = device.memory_bytes
     spared = format_bytes(memory - budget_bytes(None, memory))
     return (
-        f"left of {format_bytes(memory)}: {format_bytes(memory - row.peak_bytes)}; `auto` leaves {spared}",
-        f"  of it for the allocator: {least} to {most}, {least_share:.0%} to {most_share:.0%} of the peak in published "
-        f"runs; a few percent with {EXPANDABLE}, which helps where lengths vary",
+        f"free beside it: {format_bytes(memory - row.peak_bytes)} of {format_bytes(memory)}; `auto` leaves {spared}",
+        f"  the allocator takes {least} to {most} of that, {least_share:.0%} to {most_share:.0%} of the peak in "
+        f"published runs; with {EXPANDABLE}, which helps where lengths vary, a few percent",
     )
 
 

@@ -124,7 +124,7 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, ca
     assert measured[1] < len(forecaster._costs)  # a row is there before the next one is measured
     printed = capsys.readouterr().out
     assert len(re.findall(r" (?:yes|no)  ", printed)) == len(forecast.rows)
-    assert ("of it for the allocator: " in printed) == forecast.fits
+    assert ("  the allocator takes " in printed) == forecast.fits
     headings = ["Does not fit: every plan needs ", "to lower it: ", "lowest peak: ", "what fits into "]
     headings = ["Fits: ", "ways to train it", "plan with host memory"] if forecast.fits else headings
     assert [printed.index(heading) for heading in headings] == sorted(printed.index(heading) for heading in headings)
@@ -488,9 +488,10 @@ def test_an_answer_says_what_to_leave_for_the_allocator():
     assert found.budget_bytes == round(DEFAULT_SHARE * memory) == round(0.9 * memory)
     assert abs(1 / DEFAULT_SHARE - RESERVED[0]) < 0.01
     first, second = found.left
-    assert first.endswith(f"{format_bytes(memory - found.peak_bytes)}; `auto` leaves {format_bytes(0.1 * memory)}")
+    free = f"{format_bytes(memory - found.peak_bytes)} of {format_bytes(memory)}"
+    assert first.endswith(f"{free}; `auto` leaves {format_bytes(0.1 * memory)}")
     least, most = map(format_bytes, found.allocator_bytes)
-    assert f"of it for the allocator: {least} to {most}, 12% to 24% of the peak" in second
+    assert f"the allocator takes {least} to {most} of that, 12% to 24% of the peak" in second
     assert "expandable_segments:True" in second
     assert found.to_dict()["allocator_bytes"] == [*found.allocator_bytes]
     on_cpu = hf_ckpt.predict(**asked, device="cpu", budget="1GiB")
