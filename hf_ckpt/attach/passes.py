@@ -110,7 +110,7 @@ class PassHook(ModelHook):
             if not record.enabled:  # no blocks are left
                 return None
         if not (torch.is_grad_enabled() and module.training):
-            record.passes += 1
+            record.other_forwards += 1
             if record.session is not None:
                 record.session.before_others()
             self._warn_of_eval_mode(module, record)

@@ -233,7 +233,7 @@ class Installation:
     outermost: weakref.ref[nn.Module] | None = None
     """The outermost module with a `PassHook` whose training forward runs. Only its arguments come from the caller:
     caches that inner modules get may be the model's own. The plan may change in the middle of the forward."""
-    passes: int = 0
+    other_forwards: int = 0
     """How many forwards the model has run outside training."""
     heads: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
     """How the head ran, if it is planned to run in chunks."""

@@ -149,17 +149,17 @@ def devices_of_model(model: nn.Module) -> set[torch.device]:
 
 def ranks() -> int:
     """Return how many processes train together; 1 without torch.distributed."""
-    return torch.distributed.get_world_size() if is_distributed() else 1
+    return torch.distributed.get_world_size() if has_process_group() else 1
 
 
-def is_distributed() -> bool:
-    """Whether this process is one of several ranks."""
+def has_process_group() -> bool:
+    """Whether this process is a rank, perhaps the only one."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def of_all_ranks(value: Any) -> list[Any]:
     """Return `value` of every rank, in rank order; `[value]` without torch.distributed. All ranks must call it."""
-    if not is_distributed():
+    if not has_process_group():
         return [value]
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, value)

@@ -201,20 +201,26 @@ def copied(value: Any, copies: dict[int, Any], leaf: Callable[..., Any] = lambda
     except Exception as error:  # a class may raise anything in `__copy__` or `__reduce__`
         raise TypeError(f"{type(value).__name__}: {reason_of(error)}") from error
     copies[id(value)] = duplicate  # before its items are copied, which may refer to it
+    part = functools.partial(copied, copies=copies, leaf=leaf, objects=objects)
     if isinstance(value, (list, collections.deque)):
         for place, item in enumerate(value):
-            duplicate[place] = copied(item, copies, leaf, objects=objects)
+            duplicate[place] = part(item)
     elif isinstance(value, dict):
         for key, item in value.items():
-            duplicate[key] = copied(item, copies, leaf, objects=objects)
+            duplicate[key] = part(item)
     elif isinstance(value, set):
         duplicate.clear()
-        duplicate.update(copied(item, copies, leaf, objects=objects) for item in value)
+        duplicate.update(map(part, value))
     if duplicate is not value and is_object(value):
-        for key, item in attributes_of(value).items():
-            part = copied(item, copies, leaf, objects=objects)
-            if key in getattr(duplicate, "__dict__", ()):
-                vars(duplicate)[key] = part
-            else:
-                object.__setattr__(duplicate, key, part)  # a slot, also of a frozen class
+        _copy_attributes(value, duplicate, part)
     return duplicate
+
+
+def _copy_attributes(value: Any, duplicate: Any, part: Callable[[Any], Any]) -> None:
+    """Give the copy of an object its attributes, each copied by `part`."""
+    for key, item in attributes_of(value).items():
+        copy_of_item = part(item)
+        if key in getattr(duplicate, "__dict__", ()):
+            vars(duplicate)[key] = copy_of_item
+        else:
+            object.__setattr__(duplicate, key, copy_of_item)  # a slot, also of a frozen class

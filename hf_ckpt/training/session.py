@@ -112,7 +112,7 @@ class Planned:
     """What the step is predicted to need without checkpointing; None in steps that are measured."""
 
     @property
-    def measures(self) -> bool:
+    def is_provisional(self) -> bool:
         """Whether this is not the plan of the batch, but one that a phase before it needs."""
         return self.phase not in (Phase.CHECK, Phase.PLAN)
 
@@ -276,8 +276,8 @@ class Session:
         """Refers to the graphs of the forwards of a step that is not measured: see `watch_graphs`."""
         self._failures = 0
         """Steps in a row that could not be measured."""
-        self._passes = 0
-        """`Installation.passes` when the last measured step ended."""
+        self._other_forwards = 0
+        """`Installation.other_forwards` when the last measured step ended."""
         self._chunks_help = False
         """Whether `"head": "auto"` would lower the peak of the head in the last measured step."""
         self._told: frozenset[Action] = frozenset()
@@ -415,7 +415,7 @@ class Session:
         """Why the current plan is not the plan of the run yet, in words; None if it is."""
         if self.planned is None:
             return "measuring"
-        is_measuring = self.planned.measures and not self.gave_up
+        is_measuring = self.planned.is_provisional and not self.gave_up
         return f"measuring ({self.planned.phase.value})" if is_measuring else None
 
     @property
@@ -454,7 +454,7 @@ class Session:
         """
         # A plan made for exactly this batch wins over that of a larger one, which recomputes more.
         serving = self.plans.get(batch) or self._covering(batch)
-        needs_warm_up = compat.distributed.is_distributed()  # DDP builds its gradient buckets in the first two steps
+        needs_warm_up = compat.distributed.has_process_group()  # DDP builds its gradient buckets in the first two steps
         progress = Progress(
             is_warm=self._warm_steps >= 2 or not needs_warm_up,
             failures=self._failures,
@@ -595,7 +595,7 @@ class Session:
         planned = self.planned
         if planned is None or planned.batch.has_room_for(self._forwards.current):
             return  # this is what the plan was made for
-        if planned.measures and planned.phase is not Phase.RACE and not planned.actions:
+        if planned.is_provisional and planned.phase is not Phase.RACE and not planned.actions:
             return  # all blocks keep least already
         # The step has another plan in its first forwards than in this one, so its measurements mean nothing.
         self._drop()
@@ -663,9 +663,9 @@ class Session:
         reader = recorder.levels.reader
         # The reader was last read when the backward ended, so its peak is that of the time since.
         alive_bytes, outside_peak_bytes = (None, 0) if reader is None else reader.read()
-        if record.passes != self._passes:  # it may be that of an evaluation
+        if record.other_forwards != self._other_forwards:  # it may be that of an evaluation
             outside_peak_bytes = 0
-        self._passes = record.passes
+        self._other_forwards = record.other_forwards
         if not recorder.is_stored:
             return alive_bytes if self._store(recorder, outside_peak_bytes) else None
         if alive_bytes is not None:

@@ -93,7 +93,7 @@ def test_a_budget_is_one_of_the_model_s_own_device(family, where, setting):
         planned(model, {"policy": "budget", "budget": budget})
         train(model, batch, PLANNED)
     current = installation(model).session.planned
-    assert not current.measures
+    assert not current.is_provisional
     assert not current.over
     assert current.plan.prediction.step_seconds > 0
     assert actions(model) != {"keep"}

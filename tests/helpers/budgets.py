@@ -60,7 +60,7 @@ class Watch:
         record = installation(self.model)
         if record is not None:
             planned = getattr(record.session, "planned", None)
-            if planned is not None and not planned.measures:
+            if planned is not None and not planned.is_provisional:
                 step.predicted_bytes = planned.plan.prediction.peak_bytes
                 step.keeps_all = not planned.plan.active()
             self.recomputed = max(self.recomputed, sum(hf_ckpt.describe(self.model).recomputed.values()))

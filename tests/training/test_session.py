@@ -114,8 +114,8 @@ def test_a_run_is_measured_and_planned_for(caplog, monkeypatch):
         planned, described = current(model), hf_ckpt.describe(model)
         plans.append([action for _, action in described.plan.actions])
         phases.append(planned.phase)
-        assert described.measuring == (f"measuring ({planned.phase.value})" if planned.measures else None)
-        checks += [] if planned.measures else [described.watched.checks]
+        assert described.measuring == (f"measuring ({planned.phase.value})" if planned.is_provisional else None)
+        checks += [] if planned.is_provisional else [described.watched.checks]
     raced = phases.count(Phase.RACE)
     assert raced in (0, 2 * RACE_STEPS, 3 * RACE_STEPS, 4 * RACE_STEPS)
     before = [Phase.MEASURE] * 2 + [Phase.TIME] * TIMED_STEPS + [Phase.RACE] * raced + [Phase.CHECK]
@@ -549,7 +549,7 @@ def test_a_plan_comes_in_a_bounded_number_of_steps_for_every_sequence_of_shapes(
     measures = []
     for rows, tokens in (*shapes, *pool[-4:]):
         run(model, [tiny_batch("llama", batch=rows, tokens=tokens)])
-        measures.append(current(model).measures)
+        measures.append(current(model).is_provisional)
     assert sum(measures) <= 2 * len(sizes) + TIMED_STEPS + 4 * RACE_STEPS
     assert not any(measures[-4:])
 
@@ -666,7 +666,7 @@ def test_feed_forwards_in_tiles_are_planned_where_nothing_else_fits(lora):
     budget = round(1.05 * live_peak(tiled, batch))
     assert budget < 0.7 * live_peak(full, batch)
     budgeted(model, budget, mlp=64, check_every=0)
-    while current(model) is None or current(model).measures:
+    while current(model) is None or current(model).is_provisional:
         step(model, batch)
     plan = hf_ckpt.describe(model).plan
     assert {action.kind for _, action in plan.actions} == {"full+tiles"}
@@ -720,7 +720,7 @@ def test_micro_steps_are_planned_for_with_gradients(monkeypatch):
         if number % 12 == 11:
             optimizer.step()
             optimizer.zero_grad()
-    assert not current(model).measures
+    assert not current(model).is_provisional
     assert current(model).batch.has_gradients
     assert always_held(model) >= sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 

@@ -178,6 +178,10 @@ class Tape:
         """Number of tensors that autograd saved."""
         self.dropped = 0
         """Number of those that can be rebuilt."""
+        self._see_inputs(args)
+
+    def _see_inputs(self, args: tuple[Any, ...]) -> None:
+        """Record the block's inputs: how to rebuild them, if the block before ends with a norm, or their versions."""
         norm_output = running.norm_output
         running.norm_output = None
         for arg in args:
@@ -189,7 +193,7 @@ class Tape:
             # BERT's blocks end with a norm, whose input the block before keeps. So its output, the input of this block,
             # need not be kept, too. Unless a hook has changed it since, or parameters are sharded: the backward of this
             # block finds none of the norm.
-            if region.parameters_stay and replay is not None and not arg._version:
+            if self.region.parameters_stay and replay is not None and not arg._version:
                 rebuilt = self.values[edge] = Rebuilt(self.work, replay, [])
                 rebuilt.layout = layout_of(arg)
             else:
