@@ -111,20 +111,21 @@ def _misspelt(files: ConfigFiles) -> Texts:
         if not near and not section:
             for name in difflib.get_close_matches(key, SPEC_KEYS, 1, cutoff=0.85):
                 yield key, "unknown key; planning ignores it.", f"Did you mean {name}, under {files.kwargs_key}?"
-    yield from _misspelt_in_deepspeed(files.deepspeed)
+    yield from _misspelt_in("DeepSpeed", files.deepspeed)
+    yield from _misspelt_in("accelerate", {"fsdp_config": files.launch.get("fsdp_config") or {}})
 
 
-def _misspelt_in_deepspeed(config: Any) -> Texts:
-    """Keys of DeepSpeed's file that are near one that it reads. It ignores most others without a word."""
+def _misspelt_in(program: str, config: Any) -> Texts:
+    """Keys of the file of a program that are near one that it reads. It ignores most others without a word."""
     if not isinstance(config, dict):
         return
-    (known,) = (owner.keys for owner in OWNERS if owner.name == "DeepSpeed")
+    (known,) = (owner.keys for owner in OWNERS if owner.name == program)
     for key in sorted(without_sections(config).keys() | config.keys()):
         section = key.rpartition(".")[0]
         beside = [name for name in known if name.rpartition(".")[0] == section]  # none in an unknown section
         near = () if key in known else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
         for name in near:
-            yield key, "unknown key of DeepSpeed.", f"Did you mean {name}?"
+            yield key, f"unknown key of {program}.", f"Did you mean {name}?"
 
 
 def _launch_keys(files: ConfigFiles) -> Texts:
