@@ -33,7 +33,7 @@ from hf_ckpt.forecast.result import (
     to_write,
     verdict_of,
 )
-from hf_ckpt.forecast.run import Inputs, costs_of_model, inputs_of
+from hf_ckpt.forecast.run import Inputs, costs_of_model, inputs_of, least_bytes
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.planner.policies import make_plan
@@ -374,24 +374,23 @@ class Forecaster:
             with contextlib.suppress(HfCkptError):
                 if self._least_bytes(change) <= self.budget:
                     row = self._changed_row(name, change)
-            if row is not None:
+            if row is not None and row.peak_bytes <= self.budget:
                 names.add(name)
                 yield row
 
-    def _changed_row(self, name: str, change: Mapping[str, Any], *, fits: bool = True) -> Row:
-        """Return the fastest plan with a change. If none fits, raise `InfeasibleError`, or without `fits`, return the
-        one with the lowest peak."""
+    def _changed_row(self, name: str, change: Mapping[str, Any]) -> Row:
+        """Return the fastest plan with a change; if none fits, the one with the lowest peak."""
         training = on_device(dataclasses.replace(self._asked, **change), self.device)
-        planner = self.planner_of(training)
-        selection = planner.within(self.budget) if fits else planner.within_or_lowest(self.budget)
+        # `within` would look for advice, which takes as long as planning ten times.
+        selection = self.planner_of(training).within_or_lowest(self.budget)
         plan = selection.plan()
         options = " ".join(word for field, value in change.items() for word in FIELDS[field].words(value))
         spec = self._spec(selection.costs, plan, self.budget, training)
         return self._row(name, plan, self.budget, options, spec)
 
     def _least_bytes(self, change: Mapping[str, Any]) -> int:
-        """Return bytes that every plan with a change needs, without measuring its step: weights and optimizer, or what
-        follows from larger steps that were measured."""
+        """Return bytes that every plan with a change needs: weights and optimizer, what follows from larger steps that
+        were measured, or what its head needs, for which only one step is measured."""
         training = on_device(dataclasses.replace(self._asked, **change), self.device)
         needed = [0]
         if not training.sharded:
@@ -416,6 +415,8 @@ class Forecaster:
             share = (batch * length) ** 2 if training.packing else batch * length**2
             always = costs.static.always - costs.static.buffers
             needed.append(always + math.floor(share * (self.planner_of(larger).lowest_peak - always)))
+        if max(needed) <= self.budget:
+            needed.append(least_bytes(self._model_of(training), self._inputs_of(training)))
         return max(needed)
 
     def _spec_rows(self) -> tuple[tuple[Row, ...], tuple[str, ...]]:
@@ -499,7 +500,7 @@ class Forecaster:
             if batch < sequences and not all(row.fits for row in rows.values()):
                 continue
             change = {"batch": batch, "accumulation": sequences // batch}
-            rows[batch] = self._changed_row(f"micro-batch of {batch}", change, fits=False)
+            rows[batch] = self._changed_row(f"micro-batch of {batch}", change)
         fitting = {batch: row.step_seconds for batch, row in rows.items() if row.fits}
         cost = fitting or {batch: row.peak_bytes for batch, row in rows.items()}
         fastest = min(cost, key=lambda batch: cost[batch])
@@ -577,7 +578,7 @@ class Forecaster:
         def fits(change: Mapping[str, Any]) -> bool:
             with contextlib.suppress(HfCkptError):  # such as PEFT's, which knows no layers for adapters
                 others = {field: value for field, value in change.items() if value != getattr(training, field)}
-                rows.append(self._changed_row("several changes", others, fits=False))
+                rows.append(self._changed_row("several changes", others))
                 return rows[-1].fits
             return False
 

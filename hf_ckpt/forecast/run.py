@@ -137,6 +137,13 @@ def costs_of_model(model: ShallowModel, inputs: Inputs) -> Costs:
     return on_a_rank(costs, model, training)
 
 
+def least_bytes(model: ShallowModel, inputs: Inputs) -> int:
+    """Bytes that every plan needs, whatever blocks keep: before them, or in the head. It measures one step only."""
+    costs = costs_of_model(model, dataclasses.replace(inputs, actions=(FULL,)))
+    forward, backward = costs.head
+    return costs.resident_bytes + max(costs.before.peak, forward.peak, forward.net + backward.peak)
+
+
 def _shallow_costs(model: ShallowModel, inputs: Inputs, full: Step, blocks: Iterable[Block]) -> Costs:
     """What the step of a shallow model costs, from that under `full`."""
     step = _with_needs_of(inputs, full, model)

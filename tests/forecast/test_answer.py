@@ -28,6 +28,7 @@ from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.forecast.result import Printer, Row, notes_on_allocator
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
+from hf_ckpt.spec.actions import FULL
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import DEFAULT_SHARE, GIB, RESERVED, format_bytes, parse_bytes
 
@@ -275,15 +276,26 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
     measure = forecast_module.costs_of_model
     batches = []
 
-    def count(model, asked):
-        batches.append(asked.training.batch)
-        return measure(model, asked)
+    def count(model, inputs):
+        batches.append(inputs.training.batch)
+        return measure(model, inputs)
 
     monkeypatch.setattr(forecast_module, "costs_of_model", count)
     forecaster = Forecaster(question(asked))
     forecaster.budget = least - 1
     list(forecaster._changed_rows({"batch", "accumulation"}))
     assert batches[:2] == [8, 2]
+
+
+def test_a_change_whose_head_alone_does_not_fit_is_measured_in_one_step():
+    asked = {"model": "mini-llama", "batch": 8, "tokens": 256, "device": "a10"}
+    forecaster = Forecaster(question(asked))
+    model = forecaster._model_of(question({**asked, "lora": 16}))
+    least = forecaster._least_bytes({"lora": 16})
+    assert [inputs.actions for inputs in model.measured] == [(FULL,)]
+    weights = nbytes(model.tensors)
+    assert 1.5 * weights < least <= forecaster.planner_of(question({**asked, "lora": 16})).lowest_peak
+    assert len(model.measured) > 1
 
 
 def test_ranks_share_all_that_the_optimizer_needs():
