@@ -195,14 +195,7 @@ def costs_of_step(
         casts = max(need.kept_casts for need in needs_of_call.values())
         is_first = block.stack != last_stack
         last_stack = block.stack
-        costs_of_call = {}
-        for action, need in needs_of_call.items():
-            cost = _cost(call, need, casts, is_first)
-            inner = needs_of_call.get(RECOMPUTED[action.kind]) if action.kind in RECOMPUTED else None
-            costs_of_call[action] = (
-                cost if inner is None else dataclasses.replace(cost, freed_bytes=_freed(cost, inner))
-            )
-        costs.append(costs_of_call)
+        costs.append(_costs_of_call(call, needs_of_call, casts, is_first))
         alive_bytes += call.forward.net + call.until_next.net - casts
         alive_after.append(alive_bytes)
         if call.backward is not None:  # a frozen block leaves its output, but its input is freed
@@ -223,6 +216,18 @@ def costs_of_step(
         head=(dataclasses.replace(forward, net=at_backward_bytes), dataclasses.replace(backward, net=0)),
         static=Static(full.start_bytes, step_bytes=max(0, full.outside_peak_bytes - full.start_bytes)),
     )
+
+
+def _costs_of_call(call: Call, needs: Mapping[Action, Needs], casts: int, is_first: bool) -> dict[Action, Cost]:
+    """What a call costs under every action that it may have. Arguments are those of `_cost`."""
+    costs = {}
+    for action, need in needs.items():
+        cost = _cost(call, need, casts, is_first)
+        inner = needs.get(RECOMPUTED[action.kind]) if action.kind in RECOMPUTED else None
+        if inner is not None:
+            cost = dataclasses.replace(cost, freed_bytes=_freed(cost, inner))
+        costs[action] = cost
+    return costs
 
 
 def _gradient_bytes(calls: Sequence[Call], alive_after: Sequence[int]) -> list[int]:
@@ -377,9 +382,10 @@ def with_segments(costs: Costs, actions: Mapping[Block, Action]) -> Costs:
     """How many blocks of the segment come before, whose run makes what this one needs."""
     for call in plain.calls:
         ((action, cost),) = call.costs.items()
-        made = before is not None and call.input_bytes > 0 and call.block in actions and actions[call.block].made
-        number = number + 1 if made else 0
-        if before is not None and made:
+        is_planned = call.block in actions and actions[call.block].made
+        is_made_again = is_planned and before is not None and call.input_bytes > 0
+        number = number + 1 if is_made_again else 0
+        if before is not None and is_made_again:
             making = _making(cost, before, number, call.input_bytes)
             call = dataclasses.replace(call, costs={dataclasses.replace(action, made=True): making})
         calls.append(call)

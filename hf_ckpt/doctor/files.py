@@ -177,7 +177,7 @@ def _read_launch(written: Mapping[str, Any]) -> dict[str, Any]:
     """Return accelerate's config, with the defaults of the version that is installed, and the keys it does not have."""
     from accelerate.commands.config import config_args
 
-    known = [
+    launch_keys = [
         "fp16",  # of older versions
         "dynamo_backend",
         *(
@@ -186,12 +186,12 @@ def _read_launch(written: Mapping[str, Any]) -> dict[str, Any]:
             for field in dataclasses.fields(of)
         ),
     ]
-    readable = {key: value for key, value in written.items() if key in known}
+    readable = {key: value for key, value in written.items() if key in launch_keys}
     with tempfile.TemporaryDirectory() as folder:  # accelerate reads files only, and none with unknown keys
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(readable), encoding="utf-8")
         config = config_args.load_config_from_file(str(path)).to_dict()
-    return {"launch": config, "unknown_to_accelerate": {key: known for key in written if key not in known}}
+    return {"launch": config, "unknown_to_accelerate": {key: launch_keys for key in written if key not in launch_keys}}
 
 
 def fields_of(files: ConfigFiles, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,11 +119,11 @@ def _misspelt_in(program: str, config: Any) -> Texts:
     """Keys of the file of a program that are near one that it reads. It ignores most others without a word."""
     if not isinstance(config, dict):
         return
-    (known,) = (owner.keys for owner in OWNERS if owner.name == program)
+    (owned_keys,) = (owner.keys for owner in OWNERS if owner.name == program)
     for key in sorted(without_sections(config).keys() | config.keys()):
         section = key.rpartition(".")[0]
-        beside = [name for name in known if name.rpartition(".")[0] == section]  # none in an unknown section
-        near = () if key in known else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
+        beside = [name for name in owned_keys if name.rpartition(".")[0] == section]  # none in an unknown section
+        near = () if key in owned_keys else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
         for name in near:
             yield key, f"unknown key of {program}.", f"Did you mean {name}?"
 
@@ -137,8 +137,8 @@ def _launch_keys(files: ConfigFiles) -> Texts:
 def _flag_off(files: ConfigFiles) -> Texts:
     # LLaMA-Factory enables its own checkpointing without the flag: then `unread` says what to do.
     needs = files.owner.needs
-    own = needs is not None and needs[0].startswith("disable_") and not files.reads_spec
-    flags = [] if own else [(files.flag, files.kwargs_key, files.kwargs)]
+    has_own_switch = needs is not None and needs[0].startswith("disable_") and not files.reads_spec
+    flags = [] if has_own_switch else [(files.flag, files.kwargs_key, files.kwargs)]
     scopes = {key: f"{key}_scope" for key in files.owner.checkpointing.split()}
     flags += [(key, scope, files.values.get(scope)) for key, scope in scopes.items()]
     # Nothing reads these kwargs then, and the training runs out of memory as if there were no plan.

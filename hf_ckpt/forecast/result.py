@@ -318,11 +318,11 @@ def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str,
     # Nothing to do: with the kwargs of a plan, a training would measure steps under `full` to find that out.
     if all(action.kind == "keep" for _, action in plan.actions):
         return {**NONE, **head}
-    made = next((action for _, action in plan.actions if action.made), None)
-    if made is not None:
-        policy = "full" if made.tile is not None else made.kind
+    segmented = next((action for _, action in plan.actions if action.made), None)
+    if segmented is not None:
+        policy = "full" if segmented.tile is not None else segmented.kind
         recomputed = {
-            stack: [a.made for _, a in pairs if a.kind == made.kind] for stack, pairs in plan.stacks().items()
+            stack: [a.made for _, a in pairs if a.kind == segmented.kind] for stack, pairs in plan.stacks().items()
         }
         numbers = {stack: inputs.count(False) for stack, inputs in recomputed.items() if True in inputs}
         alike = len(set(numbers.values())) == 1 and len(numbers) == len(recomputed)
