@@ -252,10 +252,8 @@ def _refuse_options_without_hf_ckpt(args: Any) -> None:
     of_transformers = {*compat.transformers.TORCH_OPTIONS, "every_n_layers", "offload"}
     ours = [f"`{key}`" for key in options if key in READERS and key not in of_transformers]
     if ours and getattr(args, compat.transformers.FLAG_NAME):
-        text = (
-            "is an option of hf_ckpt, which is not installed on this model: call hf_ckpt.install(model) before "
-            "the training"
-        )
+        needs = "needs" if len(ours) == 1 else "need"
+        text = f"{needs} hf_ckpt, which is not installed on this model: call hf_ckpt.install(model) before the training"
         raise SpecError([f"{', '.join(ours)} {text}, or start the script by `python -m hf_ckpt`."], name)
 
 

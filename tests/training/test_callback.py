@@ -195,7 +195,7 @@ def test_the_callback_says_who_checkpoints(kind, tmp_path, capsys):
 @pytest.mark.compat
 def test_options_of_hf_ckpt_without_it_are_refused_before_the_first_step(tmp_path):
     run = trainer(tmp_path, tiny_model("llama"), **OURS)
-    with pytest.raises(SpecError, match=rf"{FLAG}_kwargs\):\n  - `policy` only hf_ckpt has.*hf_ckpt\.install\(model\)"):
+    with pytest.raises(SpecError, match=rf"{FLAG}_kwargs\):\n  - `policy` needs hf_ckpt, .*hf_ckpt\.install\(model\)"):
         run.train()
     assert not any(module._forward_pre_hooks for module in run.model.modules())
 
