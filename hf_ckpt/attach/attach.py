@@ -59,8 +59,8 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
     is_part = base not in records or not records[base].enabled  # else these are copies of its own blocks
     if is_part and any(isinstance(function, Region) and id(function) not in regions_here for function in functions):
         raise OwnerConflictError(
-            f"{blocks.model} is part (or a copy of a part) of a larger model whose plan is enabled on the same blocks; "
-            "install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
+            f"{blocks.class_name} is part (or a copy of a part) of a larger model whose plan is enabled on the same "
+            "blocks; install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
         )
     flags = carriers(blocks.named)
     was_on = any(record.enabled for record in records.values()) or any(map(is_on, flags.values()))

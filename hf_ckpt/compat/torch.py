@@ -215,11 +215,15 @@ def untraced(function: _Function) -> _Function:
 
     This marks the code itself, at no cost per call; `torch.compiler.disable` would wrap the function.
     """
-    # Skip the function's own frame, and let frames that it calls be skipped, too.
-    skip = private("torch._C._dynamo.eval_frame._FrameAction").SKIP
-    strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy")(skip, skip)
-    private("torch._C._dynamo.eval_frame.set_code_exec_strategy")(function.__code__, strategy)
+    private("torch._C._dynamo.eval_frame.set_code_exec_strategy")(function.__code__, _skipping())
     return function
+
+
+@functools.cache  # each checkpointed block needs it three times a step
+def _skipping() -> Any:
+    """What makes torch.compile skip a function's own frame, and frames that it calls."""
+    skip = private("torch._C._dynamo.eval_frame._FrameAction").SKIP
+    return private("torch._C._dynamo.eval_frame._FrameExecStrategy")(skip, skip)
 
 
 unseen_by_modes: Callable[[], contextlib.AbstractContextManager[Any]]

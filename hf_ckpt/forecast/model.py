@@ -147,7 +147,8 @@ class _Stack:
         self._name = name
         self._container, _, index = self.blocks[0].name.rpartition(".")
         if not index.isdigit():
-            raise HfCkptError(f"the block {self.blocks[0].name!r} of {all_blocks.model} is in no ModuleList: {NO_PLAN}")
+            block = f"block {self.blocks[0].name!r} of {all_blocks.class_name}"
+            raise HfCkptError(f"the {block} is in no ModuleList: {NO_PLAN}")
         self._list = lists[self._container]
         self._modules = list(self._list)
         self._config: Any = getattr(all_blocks.runners[name], "config", all_blocks.base.config)

@@ -120,7 +120,7 @@ def costs_of_model(model: ShallowModel, inputs: Inputs) -> Costs:
         head=(dataclasses.replace(forward, nanoseconds=spent), backward),
         static=static,
         family=all_blocks.family,
-        model=all_blocks.model,
+        model=all_blocks.class_name,
         tokens=training.rows * _tokens_of(training, batch),
         sequences=training.batch,
         has_host=device.host_bandwidth > 0,
@@ -283,7 +283,8 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
     base = model.base.train()
     blocks = find_blocks(base)
     uniform = FULL if action.tile is None else action
-    plan = Plan(blocks.family, blocks.model, tuple((block, uniform) for block in blocks.blocks), head=training.head)
+    actions = tuple((block, uniform) for block in blocks.blocks)
+    plan = Plan(blocks.family, blocks.class_name, actions, head=training.head)
     try:
         # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
@@ -304,7 +305,8 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
         if compat.fakes.depends_on_values(error):
             advice = 'Experts that are called one by one need experts_implementation="grouped_mm" or "batched_mm"'
             reason = f"how large its tensors are depends on their values ({error}). {advice}"
-        raise HfCkptError(f"{blocks.model} cannot be planned for, because {reason}. Other policies work.") from error
+        name = blocks.class_name
+        raise HfCkptError(f"{name} cannot be planned for, because {reason}. Other policies work.") from error
     finally:  # the next measuring step begins without gradients, as this one did
         base.zero_grad()
 

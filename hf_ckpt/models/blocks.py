@@ -38,7 +38,7 @@ class FoundBlocks:
     """The model as it was given, in its wrappers."""
 
     @property
-    def model(self) -> str:
+    def class_name(self) -> str:
         """Class name of the base model."""
         return compat.distributed.plain_class(self.base).__name__
 

@@ -98,7 +98,7 @@ class MemoryTimeCallback(TrainerCallback):
             blocks = find_blocks(model)
             if record is None:
                 _refuse_options_without_hf_ckpt(args)
-            tell("hf_ckpt: %s: %s", blocks.model, _who_checkpoints(blocks, record))
+            tell("hf_ckpt: %s: %s", blocks.class_name, _who_checkpoints(blocks, record))
         if record is not None:
             remind(base_model(model), record)
         devices = compat.distributed.devices_of_model(model)

@@ -131,7 +131,7 @@ def install_on(blocks: FoundBlocks, spec: SpecLike | Plan) -> Installation:
 
 
 def _plan_of(blocks: FoundBlocks, spec: Spec) -> Plan:
-    return make_plan(spec, blocks.blocks, blocks.family, blocks.model)
+    return make_plan(spec, blocks.blocks, blocks.family, blocks.class_name)
 
 
 def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
@@ -141,14 +141,14 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
     model.
     """
     if isinstance(spec, Plan):
-        plan = fit_plan(spec, blocks.blocks, blocks.family, blocks.model)
+        plan = fit_plan(spec, blocks.blocks, blocks.family, blocks.class_name)
         return Spec(plan=GIVEN_PLAN), _with_head_of(blocks, plan)
     parsed = parse_for(lambda: Spec.parse(spec), functools.partial(_plan_of, blocks))
     plan = _plan_of(blocks, parsed)
     longest = 1 + max(block.index for block in blocks.blocks)
     if parsed.every_n_layers > longest:
         text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
-        warn_once(log, text, parsed.every_n_layers, blocks.model, longest)
+        warn_once(log, text, parsed.every_n_layers, blocks.class_name, longest)
     return parsed, _with_head_of(blocks, plan)
 
 
@@ -200,7 +200,7 @@ class Decider:
             decided = self.asked(blocks, record, {})
         except (SpecError, PlanMismatchError) as error:  # no reason to end a training
             text = "hf_ckpt: the layers of %s have changed, and its plan does not fit: new ones keep everything. %s"
-            warn_once(log, text, blocks.model, error)
+            warn_once(log, text, blocks.class_name, error)
             actions = tuple((block, record.plan.active().get(block.name, KEEP)) for block in blocks.blocks)
             decided = record.spec, dataclasses.replace(record.plan, actions=actions)
         if decided is None:  # as many as before, or only others than blocks, such as the head

@@ -233,7 +233,7 @@ class Session:
         blocks = find_blocks(base)
         self._base = weakref.ref(base)
         self._spec = record.spec
-        self._name = blocks.model
+        self._name = blocks.class_name
         self._head = record.plan.head
         self._family = blocks.family
         self._devices = compat.distributed.devices_of_model(base)

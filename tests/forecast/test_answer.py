@@ -473,7 +473,7 @@ def test_a_preset_its_config_its_file_and_the_command_have_one_answer(plan):
 def test_the_config_of_a_model_gives_a_plan_for_its_blocks_and_weights(family, lora):
     model = model_of(family, lora=lora is not None, layers=3)
     found = hf_ckpt.find_blocks(model)
-    found.base.config.architectures = [found.model]
+    found.base.config.architectures = [found.class_name]
     asked = {"dtype": "float32", "attention": found.base.config._attn_implementation, "lora": lora}
     forecast = hf_ckpt.predict(found.base.config, **BATCH, **asked, **TINY)
     assert [block for block, _ in forecast.plan.actions] == [*found.blocks]

@@ -166,7 +166,7 @@ class Twins:
     def install_a_plan(self):
         blocks = find_blocks(self._ours)
         pairs = tuple((block, self._draw.choice(ACTIONS)) for block in blocks.blocks)
-        plan = Plan(blocks.family, blocks.model, pairs)
+        plan = Plan(blocks.family, blocks.class_name, pairs)
         assert self._change(lambda: hf_ckpt.install(self._ours, Plan.from_dict(json.loads(json.dumps(plan.to_dict())))))
         assert hf_ckpt.describe(self._ours).plan == plan
         self._enabled = self._enabled if self._installed else self._theirs
