@@ -559,7 +559,8 @@ class Session:
         """The peak of the step of a batch in which all blocks keep least, in the segments of the spec."""
         costs = self._measurements.costs(batch)
         divided = self._in_segments(dict.fromkeys((call.block for call in costs.calls), self._least))
-        is_divided = any(action.made for action in divided.values()) and len(divided) == len(costs.calls)
+        is_called_once = len({call.block for call in costs.calls}) == len(costs.calls)
+        is_divided = is_called_once and any(action.made for action in divided.values())
         return min(costs.peak({}), with_segments(costs, divided).peak({})) if is_divided else costs.peak({})
 
     def _plan_with(self, actions: Mapping[str, Action], prediction: Prediction | None = None) -> Plan:

@@ -118,11 +118,13 @@ def test_a_budget_in_which_no_other_plan_fits_is_held_in_segments():
     assert recomputed == [1 + after for after in (*made[1:], False)]
 
 
-@sparing("name", ["llama", "bert", "t5", "lora", "tiles"], "bert")
+@sparing("name", ["llama", "bert", "t5", "rule", "lora", "tiles"], "bert")
 def test_a_budget_with_segments_is_held_in_every_step(name):
     """Also in those that are measured. They show what `full` needs, to the byte."""
     more = {"check_every": 0, **({"mlp": 64} if name == "tiles" else {})}
-    family = name if name in ("bert", "t5") else "llama"
+    rules = {"rules": [{"stack": "decoder", "policy": "full"}]} if name == "rule" else {}
+    segments = {"encoder": "sqrt"} if name == "rule" else "sqrt"
+    family = {"bert": "bert", "t5": "t5", "rule": "t5"}.get(name, "llama")
 
     def new_model():
         attention = "eager" if family == "t5" else "sdpa"
@@ -134,11 +136,11 @@ def test_a_budget_with_segments_is_held_in_every_step(name):
     for other in (full, divided, model):
         other.load_state_dict(plain.state_dict())
     planned(full, {"policy": "full", **more})
-    planned(divided, {"policy": "full", "segments": "sqrt", **more})
+    planned(divided, {"policy": "full", "segments": segments, **more})
     needed = live_peak(full, batch)
     budget = round(1.005 * live_peak(divided, batch))
     assert needed > budget
-    budgeted(model, budget, segments="sqrt", **more)
+    budgeted(model, budget, segments=segments, **rules, **more)
     phases, peaks = zip(*steps_until_planned(model, batch), strict=True)
     plain(**without_cache(plain, batch)).loss.backward()
     assert phases[0] is Phase.MEASURE
@@ -147,6 +149,7 @@ def test_a_budget_with_segments_is_held_in_every_step(name):
     costs = session._measurements.costs(session.planned.batch)
     least = session._measurements.least
     assert costs.peak(dict.fromkeys(session._measurements.blocks, least)) == pytest.approx(needed, rel=0.0005)
+    assert session._peak_of_least(session.planned.batch) == pytest.approx(peaks[0], rel=0.0005)
     compare = assert_near if name == "tiles" else assert_same
     compare(gradients(plain), gradients(model))
     made = [action.made for _, action in hf_ckpt.describe(model).plan.actions]
