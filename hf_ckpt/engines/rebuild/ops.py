@@ -70,6 +70,8 @@ class Op:
     """Whether the node has several results."""
     has_bias: bool = False
     """Whether input 0 is the bias of a linear layer, which the node does not save."""
+    strides: Strides = Strides.SAME
+    """What is known of its results' strides if the operands have those of the forward; see `strides_of_result`."""
 
 
 def _plainly(operation: Function) -> Callable[[Any, Any], Function]:
@@ -138,17 +140,13 @@ def _has_one_format(node: Any, number: int) -> bool:
 
 def strides_of_result(row: Op, node: Any, number: int, operands: Sequence[Value]) -> Strides:
     """Return what is known of the strides of what an operation returns, from those of its operands."""
-    known = min(map(strides_of, operands))
-    if node.name() in _MAKE_CONTIGUOUS:
+    if row.strides is Strides.CONTIGUOUS:
         return Strides.CONTIGUOUS
-    if row.op_class in (COPY, CAST):
+    known = min(map(strides_of, operands))
+    if row.strides is Strides.UNKNOWN:
         is_known = known is Strides.CONTIGUOUS and _has_one_format(node, number)
         return Strides.CONTIGUOUS if is_known else Strides.UNKNOWN
-    if row.op_class == LINEAR:
-        return Strides.CONTIGUOUS
-    if row.op_class in _KEEPS_CONTIGUOUS or row.prepare is _view:
-        return known
-    return min(known, Strides.SAME)
+    return min(known, row.strides)
 
 
 def rounds_by_strides(row: Op, node: Any, number: int) -> bool:
@@ -459,6 +457,19 @@ OPS: dict[str, Op] = {
     ),
 }
 """Name of the autograd node -> its row."""
+
+
+def _strides_of(name: str, row: Op) -> Strides:
+    """What is known of the strides of what an operation returns, see `Op.strides`."""
+    if name in _MAKE_CONTIGUOUS or row.op_class == LINEAR:
+        return Strides.CONTIGUOUS
+    if row.op_class in (COPY, CAST):
+        return Strides.UNKNOWN
+    keeps = row.op_class in _KEEPS_CONTIGUOUS or row.prepare is _view
+    return Strides.AS_OPERANDS if keeps else Strides.SAME
+
+
+OPS = {name: dataclasses.replace(row, strides=_strides_of(name, row)) for name, row in OPS.items()}
 
 
 def ops_for(save: Collection[str]) -> dict[str, Op]:

@@ -32,6 +32,7 @@ from hf_ckpt.engines.rebuild.ops import (
 )
 from hf_ckpt.engines.rebuild.values import (
     Inside,
+    Layout,
     Rebuilt,
     Replay,
     Stored,
@@ -40,7 +41,6 @@ from hf_ckpt.engines.rebuild.values import (
     View,
     Work,
     fix_strides,
-    layout_of,
     read,
     strides_of,
 )
@@ -104,7 +104,8 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         tape.gathered += [weight.untyped_storage() for weight in module._parameters.values() if weight is not None]
     if alone and compat.distributed.ACCELERATES_HOOK not in vars(module) and isinstance(args[0], torch.Tensor):
         source = tape.value_of(args[0])
-        fix_strides(source, args[0])
+        if tape.has_unknown:
+            fix_strides(source, args[0])
         tape.replay = Replay(tape.work, module, source, args[0], stay=tape.region.parameters_stay)
 
 
@@ -117,8 +118,8 @@ def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     tape.replay = None
     # If it saved nothing, other hooks packed what it saved, and it would save more when it is run again.
     if isinstance(output, torch.Tensor) and output.grad_fn is not None and replay.saved:
-        rebuilt = tape.values[output.grad_fn, output.output_nr] = Rebuilt(tape.work, replay, [])
-        rebuilt.layout = layout_of(output)
+        strides = Strides.CONTIGUOUS if output.is_contiguous() else Strides.SAME
+        tape.values[output.grad_fn, output.output_nr] = Rebuilt(tape.work, replay, [], strides)
 
 
 class Tape:
@@ -168,6 +169,8 @@ class Tape:
         """The block's inputs that have a graph, as they were at the beginning."""
         self.offered: dict[_Edge, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Inputs of dropouts, with their in-place versions: they can be kept as long as they are alive."""
+        self.has_unknown = False
+        """Whether a value has been made whose strides are unknown. Most blocks have none, and skip all checks of it."""
         self.replay: Replay | None = None
         """The call of the small module that runs now, if any."""
         self.packed_at: set[int] = set()
@@ -194,8 +197,8 @@ class Tape:
             # need not be kept, too. Unless a hook has changed it since, or parameters are sharded: the backward of this
             # block finds none of the norm.
             if self.region.parameters_stay and replay is not None and not arg._version:
-                rebuilt = self.values[edge] = Rebuilt(self.work, replay, [])
-                rebuilt.layout = layout_of(arg)
+                strides = Strides.CONTIGUOUS if arg.is_contiguous() else Strides.SAME
+                self.values[edge] = Rebuilt(self.work, replay, [], strides)
             else:
                 self.inputs[edge] = Seen(arg)
 
@@ -256,8 +259,8 @@ class Tape:
         if type(root) is Rebuilt:
             self.dropped += 1
             if value is root:
-                root.layout = layout_of(tensor)
-            else:
+                root.layout = Layout(tensor.size(), tensor.stride(), tensor.dtype)
+            elif self.has_unknown:
                 fix_strides(value, tensor)
         return value
 
@@ -305,7 +308,7 @@ class Tape:
             self.values[edge] = value
             return value
         value = self.resolve(edge) or self._small(edge, tensor)
-        if base is not None and base.grad_fn is not None:
+        if self.has_unknown and base is not None and base.grad_fn is not None:
             whole = self.values.get((base.grad_fn, base.output_nr))
             if whole is not None:
                 fix_strides(whole, base)
@@ -333,7 +336,7 @@ class Tape:
         if tensor.dtype is not base.dtype or tensor.is_conj() or tensor.is_neg():  # `as_strided` cannot make these
             return None
         # The view is taken by strides, so the rebuilt base must have those of the forward.
-        value.layout = value.layout or layout_of(base)
+        value.layout = value.layout or Layout(base.size(), base.stride(), base.dtype)
         size = tensor.size()
         stride = tensor.stride()
         offset = tensor.storage_offset() - base.storage_offset()
@@ -400,10 +403,13 @@ class Tape:
             if operand is None:
                 return None
             operands.append(operand)
-        strides = strides_of_result(row, node, number, operands)
-        is_unknown = Strides.UNKNOWN in map(strides_of, operands) and rounds_by_strides(row, node, number)
-        if is_unknown and not (row.op_class == LINEAR and all(map(has_one_layout, operands))):
-            return None
+        strides = row.strides
+        if self.has_unknown or strides is Strides.UNKNOWN:
+            strides = strides_of_result(row, node, number, operands)
+            self.has_unknown |= strides is Strides.UNKNOWN
+            is_unknown = Strides.UNKNOWN in map(strides_of, operands) and rounds_by_strides(row, node, number)
+            if is_unknown and not (row.op_class == LINEAR and all(map(has_one_layout, operands))):
+                return None
         metadata = node._input_metadata[number]
         # Constants are read now, because a value must not hold the node: it may be saved by that very node.
         operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
@@ -451,6 +457,7 @@ class Tape:
             small = self.kept(tensor.detach().to(dtype))
         # Not `small` itself: a view of what is kept is kept as it is (`_view_of`), and that would hold the memory of
         # the tensor before the cast, which is free to go.
+        self.has_unknown = True
         self.values[source] = Rebuilt(self.work, torch.Tensor.detach, [small], Strides.UNKNOWN)
         value = self.values[edge] = self._make(self.rows[node.name()], node, 0)
         return value

@@ -129,18 +129,21 @@ class Layout(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    is_contiguous: bool
+
+    def is_contiguous(self) -> bool:
+        """Whether a tensor of this layout is contiguous."""
+        following = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != following:
+                return 0 in self.size
+            following *= size
+        return True
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a rebuilt tensor with these strides."""
         if tensor.stride() == self.stride:
             return tensor
         return torch.empty_strided(*self[:2], dtype=self.dtype, device=tensor.device).copy_(tensor)
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return the layout of a tensor of the forward."""
-    return Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.is_contiguous())
 
 
 class Strides(enum.IntEnum):
@@ -150,16 +153,20 @@ class Strides(enum.IntEnum):
     """The forward may have had others: no node of autograd shows the memory format of a copy."""
     SAME = 1
     """They are those of the forward."""
-    CONTIGUOUS = 2
+    AS_OPERANDS = 2
+    """They are those of the forward, which are contiguous if the operands are: only copies ask whether they are."""
+    CONTIGUOUS = 3
     """They are those of the forward, which are contiguous."""
 
 
 def strides_of(value: Value) -> Strides:
     """Return what is known of the strides of a value while the forward of its block runs."""
     if isinstance(value, (Rebuilt, View)):
-        if value.layout is None:
-            return value.strides
-        return Strides.CONTIGUOUS if value.layout.is_contiguous else Strides.SAME
+        if value.layout is not None:
+            return Strides.CONTIGUOUS if value.layout.is_contiguous() else Strides.SAME
+        if value.strides is Strides.AS_OPERANDS:
+            value.strides = min(map(strides_of, value.operands))
+        return value.strides
     seen = value if isinstance(value, Kept) else value.original
     return Strides.CONTIGUOUS if seen is not None and seen.tensor.is_contiguous() else Strides.SAME
 
@@ -167,7 +174,7 @@ def strides_of(value: Value) -> Strides:
 def fix_strides(value: Value, tensor: torch.Tensor) -> None:
     """Note the strides of the forward's tensor, if those of its value are unknown."""
     if isinstance(value, (Rebuilt, View)) and value.layout is None and value.strides is Strides.UNKNOWN:
-        value.layout = layout_of(tensor)
+        value.layout = Layout(tensor.size(), tensor.stride(), tensor.dtype)
 
 
 class Rebuilt(_Shared):
@@ -230,7 +237,8 @@ class Rebuilt(_Shared):
                 )
             # Operations choose strides by those of their operands, and a rebuilt operand may have others than in the
             # forward. Views of this tensor are taken by its strides in the forward, see `Tape._view_of`.
-            tensor = layout.of(tensor)
+            if tensor.stride() != layout.stride:
+                tensor = layout.of(tensor)
         if self.left > 1:  # the last use need not keep it
             self.cached = tensor
         return tensor
@@ -249,6 +257,11 @@ class View:
         self.operation = operation
         self.root: Stored | Rebuilt | None = of.root
         """The value at the end of a chain of views, whose uses are counted; None if that is a kept tensor."""
+
+    @property
+    def operands(self) -> tuple[Value]:
+        """The value that it is a view of."""
+        return (self.of,)
 
     def value(self) -> torch.Tensor:
         """Return the view."""
