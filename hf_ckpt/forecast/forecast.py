@@ -34,6 +34,7 @@ from hf_ckpt.forecast.result import (
     verdict_of,
 )
 from hf_ckpt.forecast.run import Inputs, costs_of_model, inputs_of, least_bytes
+from hf_ckpt.forecast.sizes import REFUSED, divisors, largest_within, micro_batches
 from hf_ckpt.measure.memory import device_memory
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.planner.policies import make_plan
@@ -45,8 +46,6 @@ from hf_ckpt.units import GIB, budget_bytes, format_bytes, parse_budget
 USUAL = {"none": KEEP, "full": FULL}
 """The ways of transformers, with the action of every block."""
 
-REFUSED = 2**62
-"""The peak of a question that is refused, such as sequences that are longer than the model takes."""
 UNIT_TOKENS = 128
 """The lengths that are compared for the longest that fits are multiples of this."""
 COMPILED_NOTE = (
@@ -96,50 +95,6 @@ def predict(
         options["model"] = str(getattr(model, "model_type", model))
     config = None if isinstance(model, (str, Path)) else model
     return Forecaster(question({"batch": batch, **options}), on_progress, config).answer(nearest=False)
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, the smallest first."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def micro_batches(sequences: int) -> list[int]:
-    """The micro-batches to compare for a step of so many sequences: divisors, each at least twice the one before.
-
-    More would differ little, and measuring each takes up to a second.
-    """
-    batches: list[int] = []
-    for batch in divisors(sequences):  # because all micro-steps of a step have one size
-        if not batches or batch >= 2 * batches[-1] or batch == sequences:
-            batches.append(batch)
-    return batches
-
-
-def largest_within(peak_of: Callable[[int], int], limit: int) -> dict[int, int]:
-    """Return number -> its peak, for what was tried to find the largest number whose peak is within a limit.
-
-    Among them are that number and the next one. Peaks grow nearly in proportion to the number, so a guess is on the
-    line through two that are known; every fourth one halves what is left, because such a line may come near slowly.
-    """
-    peaks = {1: peak_of(1)}
-    low = 0 if peaks[1] > limit else 1
-    high = 1 if peaks[1] > limit else None
-    while high is None or high - low > 1:
-        others = [number for number in peaks if number != low and peaks[number] != REFUSED]
-        guess = 2 * low
-        if others:
-            slope = (peaks[low] - peaks[others[-1]]) / (low - others[-1])
-            guess = low + int((limit - peaks[low]) / max(slope, 1.0))
-        if high is not None and (peaks[high] == REFUSED or len(peaks) % 4 == 0):
-            guess = (low + high) // 2
-        guess = max(low + 1, min(guess, 64 * low if high is None else high - 1))
-        peaks[guess] = peak_of(guess)
-        if peaks[guess] <= limit:
-            low = guess
-        else:
-            high = guess
-    return peaks
 
 
 def comparison(first: Question, second: Question, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:

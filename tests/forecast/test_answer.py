@@ -22,10 +22,11 @@ from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import forecast as forecast_module
 from hf_ckpt.forecast.devices import device_named
-from hf_ckpt.forecast.forecast import Forecaster, largest_within
+from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.forecast.result import Printer, Row, notes_on_allocator
+from hf_ckpt.forecast.sizes import largest_within
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.actions import FULL
