@@ -303,6 +303,8 @@ class Forecaster:
                 f"while completions are generated, a KV cache of {training.generation} tokens takes at most "
                 f"{format_bytes(size)}; with weights and optimizer, {format_bytes(alone)}, which {fits}"
             )
+        if training.load_in_8bit:
+            yield "8-bit layers hold their inputs until the backward ends, under any plan; 4-bit layers do not"
         if training.ranks > 1:
             size = sent_bytes(model, training)
             yield f"each rank sends about {format_bytes(size)} a step to others; the time for that is not predicted"

@@ -199,7 +199,9 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     # Then nothing helps that lowers the memory of blocks.
     if costs.static.always + costs.static.gradients > budget_bytes or "optimizer" in moments.worst.label:
         alone = f"weights, gradients and the optimizer alone need {format_bytes(costs.static.optimizer_peak_bytes)}"
-        hints = [f"{alone}: use LoRA, an optimizer with a smaller state or step, or shard them"]
+        is_shared = costs.static.gathered > 0 or costs.static.master > 0
+        by_ranks = "share them between more ranks" if is_shared else "shard them"
+        hints = [f"{alone}: use LoRA, an optimizer with a smaller state or step, or {by_ranks}"]
     if moments.worst.label.startswith("head"):  # whose own memory no action of a block reduces
         # Advised only where a step has shown that it helps; TRL's losses, for example, never call the head.
         chunks = 'the head in chunks ("head": "auto"), or ' if costs.chunks_help else ""

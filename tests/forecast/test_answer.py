@@ -25,7 +25,7 @@ from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question, question
-from hf_ckpt.forecast.result import Printer, Row, notes_on_allocator
+from hf_ckpt.forecast.result import Printer, Row, left_of, notes_on_allocator
 from hf_ckpt.forecast.sizes import largest_within
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
@@ -507,6 +507,8 @@ def test_an_answer_says_what_to_leave_for_the_allocator():
     assert f"the allocator takes {least} to {most} of that, 12% to 24% of the peak" in second
     assert "expandable_segments:True" in second
     assert found.to_dict()["allocator_bytes"] == [*found.allocator_bytes]
+    full = left_of(device_named("t4"), Row("", "", round(0.95 * memory), 1.0, None, True, None))
+    assert " of that, more than is left, 12%" in full[1]
     on_cpu = hf_ckpt.predict(**asked, device="cpu", budget="1GiB")
     assert (on_cpu.allocator_bytes, on_cpu.left) == ((0, 0), ())
 

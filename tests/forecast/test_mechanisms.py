@@ -65,8 +65,9 @@ def test_an_accelerator_multiplies_in_bytes_and_dequantises_for_the_backward():
         peaks[device] = call.costs[KEEP].forward.peak, call.costs[KEEP].backward.peak
     assert peaks["cpu"][0] > largest > peaks["a10"][0]
     assert min(backward for _, backward in peaks.values()) > 0.9 * largest
-    assumed = hf_ckpt.predict(wide, tokens=16, device="a10", **asked).assumed
-    assert "8-bit products as in bitsandbytes' source" in assumed
+    found = hf_ckpt.predict(wide, tokens=16, device="a10", **asked)
+    assert "8-bit products as in bitsandbytes' source" in found.assumed
+    assert any("8-bit layers hold their inputs" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("trainer", "shares"), [("sft", {0.5}), ("dpo", set())])

@@ -90,6 +90,14 @@ def test_the_reference_of_dpo_is_shared_like_the_model(way):
     assert weights[1] == pytest.approx(2 * weights[0], rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("way", "advice"), [("ddp", "or shard them"), ("zero2", "more ranks"), ("fsdp1", "more ranks")]
+)
+def test_what_is_shared_is_not_advised_to_be_shared(way, advice):
+    forecast = Forecaster(question({"model": "a llama", **asked(way, budget="100KiB")}), config=CONFIG).answer()
+    assert any(note.startswith("to lower it: ") and note.endswith(advice) for note in forecast.notes)
+
+
 def test_ways_are_read_as_people_spell_them():
     for text, name in (("fsdp", "fsdp1"), ("FSDP-2", "fsdp2"), ("ZeRO-3", "zero3"), ("zero_2", "zero2")):
         assert Question("gpt2", ranks=2, parallel=text).parallel == name
