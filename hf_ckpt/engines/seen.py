@@ -103,7 +103,7 @@ class SeenTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, addresses: bool = False) -> None:
         self.tensors = tensors
-        self.versions, self.trained = _look_at(tensors)
+        self.versions, self.trained = look_at(tensors)
         """The in-place version of each tensor, and whether it required gradients."""
         self.parameters = [tensor for tensor in tensors if type(tensor) is nn.Parameter] if addresses else []
         """Those whose addresses are compared."""
@@ -112,7 +112,7 @@ class SeenTensors:
     def are_unchanged(self) -> bool:
         """Whether no tensor was overwritten since, and each requires gradients if it did."""
         # Another `requires_grad` is a change, too, although no values are gone: `overwritten` yields nothing then.
-        is_same = _look_at(self.tensors) == (self.versions, self.trained)
+        is_same = look_at(self.tensors) == (self.versions, self.trained)
         return is_same and list(map(torch.Tensor.data_ptr, self.parameters)) == self.addresses
 
     def overwritten(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -125,7 +125,7 @@ class SeenTensors:
                 yield parameter, parameter._version
 
 
-def _look_at(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[bool]]:
+def look_at(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[bool]]:
     """Return the in-place version of each tensor, and whether it requires gradients."""
     # `map` over C functions: a block of a LLaMA has some ten tensors, and each comparison in a loop is a Python call.
     trained = list(map(_requires_grad, tensors))

@@ -25,7 +25,7 @@ from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
 from hf_ckpt.engines.rebuild.values import Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
-from hf_ckpt.engines.seen import SeenTensors
+from hf_ckpt.engines.seen import look_at
 from hf_ckpt.errors import TransformError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.live import stop_counts
@@ -193,7 +193,7 @@ class RebuildRegion(Region):
             dicts = [] if block is None else [vars(module).get("_parameters") for module in block.modules()]
             self.weights = [tensors for tensors in dicts if isinstance(tensors, dict)]
         leaves = [leaf for tensors in self.weights for leaf in tensors.values() if leaf is not None]
-        return dict(zip(map(id, leaves), SeenTensors(leaves).versions, strict=True))
+        return dict(zip(map(id, leaves), look_at(leaves)[0], strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         # The rows hold functions inside of functions, which cannot be pickled. They follow from `save`.
