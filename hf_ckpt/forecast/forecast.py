@@ -281,7 +281,7 @@ class Forecaster:
             "optimizer state": static.optimizer,
             "the optimizer's copy of the weights in float32": static.master,
             "copies of gradients in DDP's buckets": static.buckets,
-            f"weights gathered by {self.training.way.title}": static.gathered,
+            "weights gathered from other ranks": static.gathered,
         }
         parts["buffers and batch"] = resident - sum(parts.values())
         return {**parts, **dict(moving)}
