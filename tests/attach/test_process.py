@@ -271,4 +271,4 @@ def test_a_model_without_blocks_is_left_to_its_own_code(everywhere, caplog, opti
     assert recomputed(model) == ALL
     trained, enabled = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert "ByItself is trained without checkpointing: ByItself (model_type 'llama') has no blocks" in trained
-    assert "leaves ByItself to its own code" in enabled
+    assert "hf_ckpt does not checkpoint ByItself, whose own code may do so" in enabled
