@@ -1,6 +1,6 @@
 """`hf-ckpt app`: a page of Gradio that shows what fits, with a slider for the budget and lines to copy.
 
-Serves a page that answers like `hf-ckpt plan`. Needs `pip install gradio plotly`, no network.
+Serves a page that answers like `hf-ckpt plan`. Needs `pip install gradio plotly`, but no network.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LOOK = {"theme": "default", "footer_links": [], "ssr_mode": False}
 
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
-    app = add_verb(verbs, __name__, run, "show what fits in the browser, with a slider for the budget")
-    app.add_argument("model", nargs="?", default="gpt2", help="model to begin with (default gpt2)")
-    app.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine only)")
+    app = add_verb(verbs, __name__, run, "serve a page that shows what fits, with a slider for the budget")
+    app.add_argument("model", nargs="?", default="gpt2", help="first model to plan for (default gpt2)")
+    app.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     app.add_argument("--port", type=positive, default=7860, help="port to listen on (default 7860)")
     app.add_argument("--open", action="store_true", help="open the page in the browser")
 
@@ -85,7 +85,7 @@ def question_of(*values: Any) -> Question:
     training = question(fields)
     name = training.model
     if name.lower() not in PRESETS and (name[:1] in (*"./~\\",) or Path(name).exists()):  # others may use the page
-        raise HfCkptError(f"{shown(name)} is neither a preset nor a hub id. `hf-ckpt plan` reads files, too.")
+        raise HfCkptError(f"{shown(name)} is neither a preset nor a hub id. To read files, use `hf-ckpt plan`.")
     return training
 
 
@@ -199,7 +199,7 @@ def build(model: str = "gpt2") -> Any:
     except ImportError as error:
         raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
 
-    with gradio.Blocks(title="hf_ckpt: what fits?", analytics_enabled=False) as page:
+    with gradio.Blocks(title="hf_ckpt: does it fit?", analytics_enabled=False) as page:
         gradio.Markdown("# Does it fit, and what do I write?\nNo weights are loaded, and no GPU is used.")
         with gradio.Row():
             fields = {name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST}
@@ -207,10 +207,10 @@ def build(model: str = "gpt2") -> Any:
             fields |= {name: _field(gradio, name, VALUES) for name in ON_PAGE if name not in FIRST}
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
         answer = gradio.Markdown(elem_id="hf-answer")
-        budget = gradio.Slider(label="Budget of a step (GiB)", step=STEP_GIB, visible=False, elem_id="hf-slider")
+        budget = gradio.Slider(label="Budget (GiB)", step=STEP_GIB, visible=False, elem_id="hf-slider")
         figure = gradio.Plot(visible=False, elem_id="hf-figure")
-        names = ("arguments", "lines", "command")
-        copies = [gradio.Code(label=name, visible=False, elem_id=f"hf-{name}") for name in names]
+        labels = {"arguments": "Training arguments", "lines": "Python", "command": "Command"}
+        copies = [gradio.Code(label=label, visible=False, elem_id=f"hf-{name}") for name, label in labels.items()]
         rows = gradio.Dataframe(headers=[*HEADS], visible=False, elem_id="hf-rows")
         parts = [answer, figure, *copies, rows]
         state = gradio.State()
@@ -270,7 +270,7 @@ def figure_of(forecast: Forecast) -> Any:
     """
     from plotly.subplots import make_subplots
 
-    titles = ("Memory over one micro-step and the optimizer", "Step time against peak")
+    titles = ("Memory over one micro-step and the optimizer step", "Step time by peak")
     figure = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
 
     def add_rows(name: str, rows: Sequence[Row], **look: Any) -> None:
@@ -288,7 +288,7 @@ def figure_of(forecast: Forecast) -> Any:
         # Areas are stacked, so that their upper edge is the memory in use.
         figure.add_scatter(x=ends, y=ys, name=name, mode="lines", hovertemplate="%{y:.2f} GiB", **area)
     red = "#c44e52"
-    add_rows("plans for budgets", forecast.frontier, mode="lines+markers", marker={"color": red})
+    add_rows("fastest plan for each budget", forecast.frontier, mode="lines+markers", marker={"color": red})
     add_rows("without hf_ckpt", forecast.usual, mode="markers", marker={"size": 9, "color": "#4c72b0"})
     add_rows("this plan", [forecast.row], mode="markers", marker={"symbol": "star", "size": 18, "color": red})
     figure.update_layout(xaxis_title="seconds", yaxis_title="GiB", xaxis2_title="peak (GiB)", yaxis2_title="step (s)")

@@ -1,8 +1,8 @@
 """`hf-ckpt check`: check that a model has the same loss and gradients with a plan as without checkpointing.
 
 Runs one forward and backward from the same seed, without and with the plan, and compares the loss and every gradient.
-Without a model, it checks a small random one of every family, with dropout. Exit code 1 if anything differs or nothing
-was recomputed.
+If no model is given, it checks a small random one of each family, with dropout. Exit code 1 if anything differs or
+nothing was recomputed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_ckpt.units import counted
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     example = 'example: hf-ckpt check ./my-model --spec \'{"policy": "full", "layers": "0-15"}\' --tokens 128'
-    help = "check that a spec gives the same loss and gradients on a model"
+    help = "compare loss and gradients of a model with and without a spec"
     check = add_verb(verbs, __name__, run, help, epilog=example)
     check.add_argument("model", nargs="?", help="hub id or folder of a model with a language-model or classifier head")
     check.add_argument("--spec", default="full", help="JSON, words like policy=full, or a YAML file (default: full)")
     check.add_argument("--batch", type=positive, default=2, help="sequences (default 2)")
-    check.add_argument("--tokens", type=positive, default=32, help="tokens a sequence (default 32)")
+    check.add_argument("--tokens", type=positive, default=32, help="tokens per sequence (default 32)")
     check.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")
     check.add_argument("--json", action="store_true", help="print JSON instead of the table")
 

@@ -1,4 +1,4 @@
-"""`hf-ckpt doctor`: find silent faults in config files.
+"""`hf-ckpt doctor`: find mistakes in config files that raise no error.
 
 Reads arguments of Trainer, TRL, axolotl, LLaMA-Factory, ms-swift or NeMo Automodel, and configs of accelerate and
 DeepSpeed. Exit code 1 for an error, 2 for a file that cannot be read.
@@ -22,7 +22,7 @@ from hf_ckpt.forecast.question import FIELDS, question
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     example = "example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b"
-    doctor = add_verb(verbs, __name__, run, "find silent faults in config files", epilog=example)
+    doctor = add_verb(verbs, __name__, run, "find mistakes in config files that raise no error", epilog=example)
     doctor.add_argument(
         "files", nargs="+", metavar="FILE", help="config file; its keys tell which program it belongs to"
     )

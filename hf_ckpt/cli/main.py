@@ -11,7 +11,10 @@ from typing import NoReturn
 from hf_ckpt import __version__
 from hf_ckpt.cli import app, check, doctor, plan
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.spec.reading import did_you_mean
+from hf_ckpt.spec.reading import did_you_mean, similar
+
+MOST_CHOICES = 8
+"""Choices that an error lists all; of more, it names those that are similar to what was given, if there are any."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +35,11 @@ class Parser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         option = re.search(r"unrecognized arguments: (--[\w-]+)", message)
         if choice:
-            message += did_you_mean(choice[1], re.findall(r"[\w+-]+", choice[2]))
+            allowed = re.findall(r"[\w+-]+", choice[2])
+            near = similar(choice[1], allowed, 3)
+            if near and len(allowed) > MOST_CHOICES:
+                message = message.replace(choice[2], f"{', '.join(map(repr, near))}; --help lists all {len(allowed)}")
+            message += did_you_mean(choice[1], allowed)
         elif option:
             message += did_you_mean(option[1], sorted(self._flags()))
         super().error(message)
@@ -52,8 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line, with all verbs."""
     parser = Parser(
         prog="hf-ckpt",
-        description="Per-block activation checkpointing for Hugging Face models. To run a training script of your own "
-        "with hf_ckpt in every model: python -m hf_ckpt script.py ...",
+        description="Per-block activation checkpointing for Hugging Face models. To use it in an unchanged training "
+        "script: python -m hf_ckpt script.py ...",
     )
     parser.add_argument("--version", action="version", version=f"hf-ckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")

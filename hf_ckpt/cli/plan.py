@@ -1,7 +1,7 @@
 """`hf-ckpt plan`: find the fastest plan of a training within a memory budget, with its peak and step time.
 
 Chooses for each block whether to keep, rebuild or recompute its activations, so that a training step is as fast as the
-budget allows. Prints the peak and what fills it, step time and tokens a second, all predicted. Exit code 2 if nothing
+budget allows. Prints the peak and what fills it, step time and tokens per second, all predicted. Exit code 2 if nothing
 fits.
 """
 
@@ -23,23 +23,23 @@ from hf_ckpt.forecast.result import Forecast, Printer, print_comparison
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 
-_AGAINST = "training file, or options in quotes, to compare lowest peaks with, part by part"
+_AGAINST = "compare the lowest peaks with those of a training file or of options in quotes, part by part"
 
 
 def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     example = "example: hf-ckpt plan llama-3.1-8b --seq 8192 --lora 16 --load-in-4bit --head auto --device 4090"
-    help = "plan a training for a memory budget, without weights and without a GPU"
+    help = "plan a training run within a memory budget, without weights or a GPU"
     plan = add_verb(verbs, __name__, run, help, epilog=example)
-    model = f"{FIELDS['model'].help}; or as in the file of --config"
+    model = f"{FIELDS['model'].help} (default: the model in --config)"
     plan.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=model)
     add_options(plan)
-    plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments, YAML or JSON; options win")
+    plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments (YAML or JSON); options win")
     plan.add_argument("--against", metavar="OTHER", help=_AGAINST)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    plan.add_argument("--html", type=Path, metavar="FILE", help="draw the figure of hf-ckpt app into this file")
+    plan.add_argument("--html", type=Path, metavar="FILE", help="write the figure of hf-ckpt app to this file")
     plan.add_argument(
-        "--out", type=Path, help='save the plan to this file (.yaml or .json), for the spec {"plan": FILE}'
+        "--out", type=Path, help='save the plan to this file (.yaml or .json); the spec {"plan": FILE} loads it'
     )
 
 

@@ -441,7 +441,7 @@ class Forecaster:
         more = peaks[number + 1]
         refused = "the model takes no more" if more == REFUSED else f"{(number + 1) * unit} need {format_bytes(more)}"
         left = format_bytes(self.budget - peaks[number])
-        noun = "sequences a micro-step" if name == "batch" else "tokens a sequence"
+        noun = "sequences per micro-step" if name == "batch" else "tokens per sequence"
         return (f"{number * unit} {noun} are the most that fit, and can leave {left} of the budget; {refused}",)
 
     def _choose_split(self, sequences: int) -> tuple[Row, ...]:

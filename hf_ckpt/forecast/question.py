@@ -150,16 +150,16 @@ _NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens, _segments)
 _USUAL = "default: bfloat16 with --trainer or a quantised base, else none"
 _OF_T5 = "sequence (T5; default: as --seq)"
 _OF_IMAGES = "whose tokens --seq includes; vision models take one without it"
-_CHUNK = "auto, or tokens of a chunk"
-_TILE = "auto, or tokens of a tile"
-_SEGMENTS = "compare plans in segments, too: sqrt, or the number of segments (default: none)"
-_HOST = "host memory for offloading"
-_GLOBAL_BATCH = "sequences per step, on all ranks; chooses the fastest --batch and --accum"
+_CHUNK = "run the LM head in chunks: auto, or tokens per chunk"
+_TILE = "run feed-forwards in tiles: auto, or tokens per tile"
+_SEGMENTS = "also compare plans that save only the first input of each segment: sqrt, or the number of segments"
+_HOST = "host memory that offloading may use"
+_GLOBAL_BATCH = "sequences per step over all ranks; hf-ckpt chooses the fastest --batch and --accum"
 _DEVICES = f"device to plan for (default: this machine): {', '.join(DEVICES)}"
 _MAX_TOKENS = "plan for the longest sequences that fit, in multiples of 128 tokens"
 _GENERATION = "tokens of prompt and completion that GRPO generates; adds a note on their KV cache"
-_SPEC = "compare this spec with the plan: JSON, KEY=VALUE or a file (default: that of --config)"
-_WAYS = "how ranks share the work; zero1 to zero3 are DeepSpeed's"
+_SPEC = "also compare this spec: JSON, KEY=VALUE or a file (default: the spec in --config)"
+_WAYS = "sharding over ranks (zero1 to zero3: DeepSpeed)"
 _BUDGETS = f"20GiB, or 80% or 0.8 of the device (default: {DEFAULT_SHARE:.0%} of the device)"
 
 
@@ -173,44 +173,52 @@ class Question:
 
     model: str = _field("", "preset (such as llama-3.1-8b or t5-3b), folder, hub id or config.json", label="Model")
     batch: int = _number(1, "sequences per micro-step", label="Batch", scope=STEP)
-    tokens: int = _number(512, "tokens per sequence", option="seq", label="Length", scope=STEP)
+    tokens: int = _number(512, "tokens per sequence", option="seq", label="Tokens per sequence", scope=STEP)
     target_tokens: int | None = _number(None, f"tokens per target {_OF_T5}", option="target_seq", scope=STEP)
     images: int = _number(0, f"images per sequence, {_OF_IMAGES}", scope=STEP)
     choices: int = _number(4, "choices per question, for multiple-choice models", scope=STEP)
     image_size: int | None = _number(None, "height and width of images in pixels (default: the config's)", scope=STEP)
-    seconds: int | None = _number(None, "length of recordings (Whisper: 30; others have no default)", scope=STEP)
+    seconds: int | None = _number(
+        None, "seconds of audio per recording (default: 30 for Whisper, none for others)", scope=STEP
+    )
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
     lora_targets: str | tuple[str, ...] = _field(
         "all-linear", "layers with adapters, such as q_proj,v_proj", read=_layers
     )
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
-    load_in_4bit: bool = _field(False, "base in 4 bits (nf4) by bitsandbytes, as QLoRA", label="Base in 4 bits")
-    load_in_8bit: bool = _field(False, "base in 8 bits (LLM.int8()) by bitsandbytes", label="Base in 8 bits")
-    double_quant: bool = _field(False, "quantise the scales of 4 bits, too (bnb_4bit_use_double_quant)")
-    kbit_preparation: bool = _field(True, "do not cast to float32 what is not quantised", label="PEFT's preparation")
-    dtype: str = _field("bfloat16", "type of the weights", choices=DTYPE_NAMES, label="Type of the weights")
-    autocast: str | None = _field(None, f"type that autocast computes in ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
+    load_in_4bit: bool = _field(False, "load the base in 4 bits (bitsandbytes nf4), as in QLoRA", label="4-bit base")
+    load_in_8bit: bool = _field(False, "load the base in 8 bits (bitsandbytes LLM.int8())", label="8-bit base")
+    double_quant: bool = _field(False, "also quantise the 4-bit scales (bnb_4bit_use_double_quant)")
+    kbit_preparation: bool = _field(
+        True, "do not cast unquantised weights to float32, as PEFT does", label="Cast to float32"
+    )
+    dtype: str = _field("bfloat16", "dtype of the weights", choices=DTYPE_NAMES, label="Dtype of the weights")
+    autocast: str | None = _field(None, f"dtype of autocast ({_USUAL})", choices=(*DTYPE_NAMES, "none"))
     optimizer: str = _field("adamw", "optimizer", choices=tuple(OPTIMIZERS), label="Optimizer", scope=COSTS)
     accumulation: int = _number(
-        1, "micro-steps per step (gradient accumulation)", option="accum", label="Micro-steps of a step", scope=STEP
+        1,
+        "gradient accumulation: micro-steps per optimizer step",
+        option="accum",
+        label="Gradient accumulation steps",
+        scope=STEP,
     )
-    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Sequences of a step", scope=PLAN)
+    global_batch: int | None = _number(None, _GLOBAL_BATCH, label="Global batch", scope=PLAN)
     max_batch: bool = _field(False, "plan for the largest batch that fits", scope=PLAN)
     max_tokens: bool = _field(False, _MAX_TOKENS, option="max_seq", scope=PLAN)
-    attention: str = _field("sdpa", "attention implementation, as transformers names it")
+    attention: str = _field("sdpa", "attention implementation, by its name in transformers")
     padded: bool = _field(False, "sequences are padded, so attention gets a mask", scope=STEP)
     trainer: str | None = _field(
-        None, "trainer of TRL (default: none)", choices=("sft", "dpo", "grpo"), label="Trainer of TRL"
+        None, "TRL trainer (default: none)", choices=("sft", "dpo", "grpo"), label="TRL trainer"
     )
     generation: int | None = _number(None, _GENERATION, scope=PLAN)
-    packing: bool = _field(False, "a micro-step is one row of packed sequences", label="Packed", scope=STEP)
-    ranks: int = _number(1, "number of processes, each with a device", label="Ranks", scope=COSTS)
-    parallel: str = _field("ddp", _WAYS, read=way_named, choices=tuple(WAYS), label="Shared by")
-    architecture: str | None = _field(None, "model class, instead of the config's")
-    head: int | str = _field("whole", f"head in chunks: {_CHUNK}", read=_tokens, label="Head", scope=STEP)
-    mlp: int | str = _field("whole", f"feed-forwards in tiles: {_TILE}", read=_tokens, label="Tiles", scope=COSTS)
+    packing: bool = _field(False, "pack the sequences of a micro-step into one row", label="Packing", scope=STEP)
+    ranks: int = _number(1, "number of processes, each with its own device", label="Ranks", scope=COSTS)
+    parallel: str = _field("ddp", _WAYS, read=way_named, choices=tuple(WAYS), label="Parallelism")
+    architecture: str | None = _field(None, "model class to use instead of the config's")
+    head: int | str = _field("whole", _CHUNK, read=_tokens, label="LM head chunk", scope=STEP)
+    mlp: int | str = _field("whole", _TILE, read=_tokens, label="MLP tile", scope=COSTS)
     segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=PLAN)
-    device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Card", scope=PLAN)
+    device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Device", scope=PLAN)
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=PLAN)
     host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=PLAN)
     spec: Spec | None = _field(None, _SPEC, read=_spec, scope=PLAN)  # noqa: RUF009  # a field

@@ -61,7 +61,7 @@ class Forecast:
     """The fastest plan within a budget, with its predicted memory and time. `hf_ckpt.predict` returns it.
 
     forecast = hf_ckpt.predict("llama-3.1-8b", 4, tokens=4096, lora=16, device="h100", budget="60GiB")
-    print(forecast.verdict)  # Fits: 59.9 of 79.1 GiB on an H100 SXM, 8,000 tokens a second.
+    print(forecast.verdict)  # Fits: 59.9 of 79.1 GiB on an H100 SXM, 8,000 tokens per second.
     forecast.plan.save("plan.json")
     forecast.within("50GiB").step_seconds  # another budget; takes milliseconds
 
@@ -245,7 +245,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
 
 
 def verdict_of(training: Question, device: Device, row: Row, budget_bytes: int, memory_bytes: int) -> str:
-    """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens a second."
+    """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens per second."
 
     `memory_bytes` is the memory of the device, or of the machine for a CPU.
     """
@@ -256,7 +256,7 @@ def verdict_of(training: Question, device: Device, row: Row, budget_bytes: int, 
     sizes = (row.peak_bytes, budget_bytes, memory_bytes)
     peak, budget, memory = (f"{size / GIB:.{1 if size >= GIB else 3}f}" for size in sizes)
     if row.fits:
-        tokens = f", {row.tokens_per_second:,.0f} tokens a second" if row.tokens_per_second else ""
+        tokens = f", {row.tokens_per_second:,.0f} tokens per second" if row.tokens_per_second else ""
         each = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
         return f"Fits: {peak} of {memory} GiB on {name}{tokens}{each}."
     needs = f"every plan needs {peak} GiB or more" if row.peak_bytes > budget_bytes else f"the plan needs {peak} GiB"

@@ -62,7 +62,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens trained on in a second, as predicted; None if tokens are not counted."""
+        """Tokens trained on per second, as predicted; None if tokens are not counted."""
         return self.tokens / self.step_seconds if self.tokens and self.step_seconds else None
 
     def __str__(self) -> str:

@@ -141,7 +141,7 @@ class Figures:
 
 
 def _rates(ranks: list[tuple[int | None, int | None]], seconds: float) -> Metrics:
-    """Tokens a second and the share of padding, from (tokens, padding) of each rank."""
+    """Tokens per second and the share of padding, from (tokens, padding) of each rank."""
     tokens = _sum([tokens for tokens, _ in ranks])
     padding = _sum([padding for _, padding in ranks])
     return {

@@ -55,7 +55,7 @@ def _measured(figures: Mapping[str, float | None]) -> str:
 
 def _step(figures: Mapping[str, float | None]) -> str:
     seconds = figures.get("time/step_s")
-    return "" if seconds is None else f"{format_seconds(seconds)} a step"
+    return "" if seconds is None else f"{format_seconds(seconds)} per step"
 
 
 def _tokens(figures: Mapping[str, float | None]) -> str:
@@ -64,7 +64,7 @@ def _tokens(figures: Mapping[str, float | None]) -> str:
         return ""
     padding = figures.get("padding")
     share = "" if padding is None else f", {padding:.0%} of them padding"
-    return f"{rate:,.0f} tokens a second{share}"
+    return f"{rate:,.0f} tokens per second{share}"
 
 
 def _recomputing(description: Description | None) -> str:

@@ -82,7 +82,7 @@ def test_a_question_has_its_answer(row, plan):
     limit = found["budget_bytes"] if fits else 14.6 * GIB
     assert all(way["fits"] == (way["peak_bytes"] <= limit) for way in ways)
     assert ("The budget is 90.0 GiB, and a T4 has 14.6." in found["answer"]) == (not fits)
-    assert (f" {found['tokens_per_second']:,.0f} tokens a second" in found["answer"]) == fits
+    assert (f" {found['tokens_per_second']:,.0f} tokens per second" in found["answer"]) == fits
     assert row["assumed"] in found["assumed"]
     written, *lines = found["write"].values()
     assert yaml.safe_load(written) == row["arguments"]

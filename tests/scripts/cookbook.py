@@ -44,13 +44,13 @@ def section(question: str, command: str, answer: dict) -> str:
         lines += ["", text]
     splits = [row for row in answer["rows"] if row["name"].startswith("micro-batch of ")]
     if splits:
-        lines += ["", "tokens a second by micro-batch:"]
+        lines += ["", "tokens per second by micro-batch:"]
     for row in filter(lambda row: row["fits"], splits):
         lines.append(f"  {row['name'].removeprefix('micro-batch of ')}: {row['tokens_per_second']:,.0f}")
     for row in filter(lambda row: row["options"] and row not in splits, answer["rows"]):
         peak = row["peak_bytes"] / 2**30
         speed = row["tokens_per_second"]
-        lines += ["", f"{row['name']} ({row['options']}): {peak:.1f} GiB, {speed:,.0f} tokens a second"]
+        lines += ["", f"{row['name']} ({row['options']}): {peak:.1f} GiB, {speed:,.0f} tokens per second"]
         lines.append(f"gradient_checkpointing_kwargs: {json.dumps(row['spec'])}")
     text = "\n".join(lines)
     remark = f"\n{TEXTS['remarks'][question]}\n" if question in TEXTS["remarks"] else ""

@@ -288,7 +288,7 @@ def test_a_planned_run_logs_what_was_predicted_and_ends_with_a_table(tmp_path, c
         ["measured", f"{measured}, in a step under the plan"],
     ]
     assert [line.split()[0] for line in lines[1::4]] == ["plan", "time"]
-    assert re.search(r" a step, [\d,]+ tokens a second", lines[5])
+    assert re.search(r" per step, [\d,]+ tokens per second", lines[5])
 
 
 def test_without_a_plan_the_table_says_so_and_leaves_out_what_is_not_known(tmp_path, capsys):
