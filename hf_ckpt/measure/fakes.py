@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
     Args:
         price: the time of an operation on the device.
         holders: what holds tensors that are already alive; see `LiveBytes`.
-        padded: whether an attention mask masks anything. A boolean value is taken to mean "nothing is masked".
+        padded: whether an attention mask masks anything. A boolean value is taken to mean "nothing is masked", except
+            that of "is a number below zero", which models ask of a random one to skip a block.
     """
 
     supports_higher_order_operators = True
@@ -36,6 +38,8 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._nanoseconds = 0
         self._price = price
         self._padded = padded
+        self._is_below_zero: Callable[[], torch.Tensor | None] = type(None)
+        """The last result of such a comparison, if it is alive."""
 
     def stamp(self) -> int:
         """Return the nanoseconds so far."""
@@ -49,9 +53,11 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
         if func is torch.ops.prim.device.default and compat.torch.is_fake(args[0]):
             return args[0].fake_device  # asked about as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return not self._padded
+            return args[0] is not self._is_below_zero() and not self._padded
         kwargs = kwargs or {}
         result, entry = compat.fakes.run_on_fakes(func, args, kwargs)
+        if func is torch.ops.aten.lt.Scalar and args[1] == 0:
+            self._is_below_zero = weakref.ref(result)
         if entry is not None:
             self.memory.count(result)
             if entry.work is None:

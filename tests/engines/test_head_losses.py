@@ -162,7 +162,7 @@ def test_a_second_derivative_is_refused():
     """Second derivatives are refused, because gradients of chunks would count as constants."""
     head, hidden = toy()
     for work in (loss_of(), loss_of(reduction="none")):
-        with pytest.raises(DoubleBackwardError, match=r"`create_graph=True` .*Leave `head` out"):
+        with pytest.raises(DoubleBackwardError, match=r"`create_graph=True`.* Leave `head` out"):
             torch.autograd.grad(work(lazy(head, hidden)).mean(), hidden, create_graph=True)
 
 
