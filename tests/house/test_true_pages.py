@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator
 
 import pytest
+import yaml
 from helpers.processes import ROOT
 from helpers.tables import table
 from transformers import TrainingArguments
@@ -138,6 +139,11 @@ def _figures(text: str) -> Iterator[str]:
     for key in re.findall(r"`((?:memory|time)/\w+)`", text):
         if f"`{key}`" not in (callback.__doc__ or ""):
             yield f"figure: {key}"
+
+
+def test_coding_agents_can_read_the_head_of_their_page():
+    head = yaml.safe_load(PAGES["hf_ckpt/SKILL.md"].split("---\n")[1])
+    assert (sorted(head), head["name"]) == (["description", "name"], "hf-ckpt")
 
 
 @pytest.mark.parametrize("page", PAGES)
