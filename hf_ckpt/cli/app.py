@@ -200,7 +200,7 @@ def build(model: str = "gpt2") -> Any:
         raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
 
     with gradio.Blocks(title="hf_ckpt: does it fit?", analytics_enabled=False) as page:
-        gradio.Markdown("# Does it fit, and what do I write?\nNo weights are loaded, and no GPU is used.")
+        gradio.Markdown("# Does it fit, and with which arguments?\nNo weights are loaded, and no GPU is used.")
         with gradio.Row():
             fields = {name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST}
         with gradio.Accordion("More", open=False), gradio.Row():

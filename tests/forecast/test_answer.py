@@ -416,7 +416,7 @@ BOOK = runpy.run_path(str(ROOT / "tests" / "scripts" / "cookbook.py"))
 
 
 @pytest.mark.slow
-@sparing("name", list(BOOK["QUESTIONS"]), "BERT-large with 512 tokens, a classifier, on 8 GB")
+@sparing("name", list(BOOK["QUESTIONS"]), "A BERT-large classifier with 512 tokens in 7 GiB")
 def test_answers_of_the_cookbook_are_those_of_the_commands(name, monkeypatch):
     """The cookbook shows the commands' current answers; `python tests/scripts/cookbook.py` rewrites it."""
     monkeypatch.chdir(ROOT)

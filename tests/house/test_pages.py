@@ -168,7 +168,7 @@ def test_answers_in_the_readme_are_lines_of_the_cookbook():
     assert len(without_code(README).split()) <= 900, "the README is for the first minute"
     answers = re.compile(r"```bash\n(.+?)\n```\n\n```text\n(.+?)```", re.DOTALL)
     cookbook = dict(answers.findall(PAGES["docs/cookbook.md"]))
-    shown = answers.findall(section(README, "Does it fit, and what do I write?"))
+    shown = answers.findall(section(README, "Does it fit, and with which arguments?"))
     assert len(shown) == 3
     for command, answer in shown:
         assert answer.splitlines() == [line for line in cookbook[command].splitlines() if line in answer.splitlines()]
