@@ -292,6 +292,15 @@ def _bits_of(module: nn.Module) -> int | None:
     return bits if isinstance(module, nn.Linear) else None
 
 
+def _leave_nothing_to_chance(owner: Any) -> None:
+    """Turn off, in a config or a module, what depends on random values: which blocks run, and what is masked."""
+    for chance in compat.transformers.LAYER_DROP:
+        if getattr(owner, chance, None):
+            setattr(owner, chance, 0.0)
+    if getattr(owner, "apply_spec_augment", False):  # masks a few steps of a recording
+        owner.apply_spec_augment = False
+
+
 def _copy_on_meta(model: nn.Module) -> nn.Module:
     """A copy of a live model without its values, its hooks, and its plan. Raises `HfCkptError` if it has none."""
     memo: dict[int, Any] = {}
@@ -307,6 +316,8 @@ def _copy_on_meta(model: nn.Module) -> nn.Module:
     detach(copied)
     for name, module in model.named_modules():
         part: Any = copied.get_submodule(name)
+        _leave_nothing_to_chance(part)
+        _leave_nothing_to_chance(vars(part).get("config"))
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
             hooks.clear()  # they are of code that must not run here
         bits = _bits_of(module)
@@ -350,11 +361,7 @@ def _make(config: Any, training: Question) -> nn.Module:
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
         attention = "eager"  # such as T5 before transformers 5
     config = copy.deepcopy(config)
-    for chance in compat.transformers.LAYER_DROP:  # blocks would be skipped at random
-        if hasattr(config, chance):
-            setattr(config, chance, 0.0)
-    if hasattr(config, "apply_spec_augment"):  # masks a few steps of a recording: how many depends on random values
-        config.apply_spec_augment = False
+    _leave_nothing_to_chance(config)
     try:
         model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # models do not validate configs: any error may follow

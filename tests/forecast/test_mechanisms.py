@@ -86,8 +86,14 @@ def test_no_block_is_skipped_at_random():
     shares = {module.layerdrop for module in model.base.modules() if hasattr(module, "layerdrop")}
     assert shares == {0.0}
     assert config.layerdrop == 0.9
-    forecast = hf_ckpt.predict(config, tokens=16, device="cpu", budget="1GiB")
-    assert all(kept_bytes > 0 for _, kept_bytes in forecast.plan.prediction.stacks)
+    live = transformers.OPTForCausalLM(config)
+    kept = []
+    for source, fields in ((config, {"dtype": "float32", "attention": "sdpa"}), (live, {})):
+        forecast = hf_ckpt.predict(source, tokens=16, device="cpu", budget="1GiB", **fields)
+        ((_, kept_bytes),) = forecast.plan.prediction.stacks
+        kept.append(kept_bytes)
+    assert kept[0] == kept[1] > 4 * 16 * 32 * 4  # more than an input of each block
+    assert live.model.decoder.layerdrop == live.config.layerdrop == 0.9
 
 
 def test_flash_attention_takes_packed_rows_without_a_mask():
