@@ -24,6 +24,15 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     return adapted
 
 
+def has_inputs_held(block: nn.Module) -> bool:
+    """Whether layers of a block hold their inputs in attributes of autograd nodes, which no saved-tensor hook sees.
+
+    So do `MatMul8bitFp` and `MatMul8bitLt` of bitsandbytes (`bitsandbytes/autograd/_functions.py`).
+    """
+    # By name, because other models must not wait for the import of bitsandbytes. The second is hf_ckpt's own.
+    return any(type(module).__name__ in ("Linear8bitLt", "EightBitLinear") for module in block.modules())
+
+
 def like_bitsandbytes(model: nn.Module, layer_class: type[nn.Module], *, bits: int) -> None:
     """Make adapters on layers of a class run like PEFT's own for so many bits (`peft/tuners/lora/bnb.py`)."""
     from peft.tuners.lora.layer import Linear

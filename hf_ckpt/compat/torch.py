@@ -114,6 +114,11 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         private("torch._C._autograd._push_saved_tensors_default_hooks")(*hooks)
 
 
+def saving_nothing() -> torch.autograd.graph.saved_tensors_hooks:
+    """Context manager in which graphs save no tensors, and so have no backward."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+
+
 def is_in_place_error(error: Exception) -> bool:
     """Whether autograd raised an error because a saved tensor was changed in place."""
     # torch/csrc/autograd/saved_variable.cpp; it has no class of errors for it.

@@ -256,7 +256,8 @@ def _cost(call: Call, need: Needs, casts: int, is_first: bool) -> Cost:
         is_first: whether it is the first call of its stack. The stack itself holds the hidden states that this call is
             given, until it returns.
     """
-    more = need.kept - need.freed.hidden  # than under `full`, which keeps the hidden states
+    kept = need.kept - need.held  # the rest is in the step under `full`, too
+    more = kept - need.freed.hidden  # than under `full`, which keeps the hidden states
     held = need.freed.hidden if is_first else 0
     net = call.forward.net + more + held
     forward = Part(max(0, net, need.forward_peak), net, call.forward.nanoseconds)
@@ -267,7 +268,7 @@ def _cost(call: Call, need: Needs, casts: int, is_first: bool) -> Cost:
         if peak is None:
             # At most what it needs under `full`, whose recomputation holds all that a block keeps. Hidden states that
             # the action frees are no difference here: both the peak and the bytes at the beginning are less.
-            peak = call.backward.peak + call.whole_bytes - need.kept - need.kept_casts
+            peak = call.backward.peak + call.whole_bytes - kept - need.kept_casts
         backward = Part(max(0, end, peak), end, need.backward_nanoseconds)
     return Cost(
         forward.then(call.until_next),

@@ -80,6 +80,8 @@ class Needs:
     """Bytes that are allocated between the arrival of the gradient and the first operation of the backward."""
     freed: Freed = NOTHING
     """What the action does not keep of what the call is given."""
+    held: int = 0
+    """Of `kept`, what its layers hold under any action, `full` too, because no saved-tensor hook sees it."""
     forward_nanoseconds: int = 0
     """Time of the forward; 0 if it was not timed."""
     backward_nanoseconds: int = 0

@@ -5,10 +5,12 @@ fits. A trial runs the block under another action there, and marks the moments b
 
 | mark | moment |
 |---|---|
+| `held` | a run has saved nothing, but its graph is there: only of blocks whose layers hold tensors by themselves |
 | `cast` | nothing but autocast's cache is left of a plain run: what casts of weights need |
 | `trial` | that is freed, and the trial begins |
 | `tried` | its output has been freed; autocast's cache holds casts of weights again |
 | `shown`, `kept` | that cache has been freed, too, and only what the action keeps is left |
+| `freed` | so has the trial's graph: after `held` only |
 
 The casts of weights are read apart, by a run before the trial, because they outlive the block's forward: other blocks
 may share the weights. Of the levels at these marks, `measure.levels` computes a `costs.steps.Trial`: what is kept is
@@ -130,6 +132,7 @@ class Trials:
         if compat.devices.autocast_is_on() and torch.is_autocast_cache_enabled():
             with compat.torch.without_saved_tensor_hooks():
                 recomputation.again(recomputation.plain)
+        has_held = self._mark_held(recomputation)
         self.mark("cast", self.block, True, trial.action)
         torch.clear_autocast_cache()
         self.mark("trial", self.block, True, trial.action)
@@ -144,6 +147,21 @@ class Trials:
         torch.clear_autocast_cache()
         self.mark(last_mark, self.block, True, trial.action, inputs.freed(trial))
         del graph
+        if has_held:
+            self.mark("freed", self.block)
+
+    def _mark_held(self, recomputation: Recomputation) -> bool:
+        """Mark what layers of the block hold under any action; returns whether any layer does."""
+        block = compat.transformers.module_of(recomputation.plain)
+        if block is None or not compat.peft.has_inputs_held(block):
+            return False
+        with compat.torch.saving_nothing():
+            output = recomputation.again(recomputation.plain)
+        graph = [leaf.grad_fn for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        del output
+        self.mark("held", self.block)
+        del graph
+        return True
 
 
 class _Inputs:

@@ -87,8 +87,6 @@ class EightBitLinear(nn.Linear):
 
     on_accelerator = True
     """Whether it runs as on an accelerator."""
-    holds = True
-    """Whether it holds its inputs until the graph is freed."""
 
     def __init__(self, source: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -119,8 +117,7 @@ class _Product8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, bias: torch.Tensor | None, layer: EightBitLinear) -> torch.Tensor:
         ctx.layer = layer
-        if layer.holds:
-            ctx.hidden = hidden  # as bitsandbytes does, although a frozen weight does not need it
+        ctx.hidden = hidden  # as bitsandbytes does, although a frozen weight does not need it
         if not layer.on_accelerator:
             return functional.linear(hidden, layer.unpacked(hidden.dtype), bias)
         codes = hidden.reshape(-1, layer.in_features).to(torch.float16).to(torch.int8)

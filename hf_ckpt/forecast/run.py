@@ -62,13 +62,11 @@ class Inputs:
     """Its row gives the time of operations."""
     actions: tuple[Action, ...]
     """The actions to measure."""
-    holds: bool = True
-    """Whether 8-bit layers hold their inputs, as they do."""
 
-    def step(self, action: Action, head: int | str | None = None, *, holds: bool = True) -> Inputs:
+    def step(self, action: Action, head: int | str | None = None) -> Inputs:
         """The inputs of one micro-step with an action; with another head, if `head` is not None."""
         training = self.training if head is None else dataclasses.replace(self.training, head=head)
-        return Inputs(training.only(MODEL, STEP), self.device, (action,), holds)
+        return Inputs(training.only(MODEL, STEP), self.device, (action,))
 
 
 def inputs_of(training: Question, device: Device, further: Iterable[Action] = ()) -> Inputs:
@@ -147,11 +145,7 @@ def least_bytes(model: ShallowModel, inputs: Inputs) -> int:
 def _shallow_costs(model: ShallowModel, inputs: Inputs, full: Step, blocks: Iterable[Block]) -> Costs:
     """What the step of a shallow model costs, from that under `full`."""
     step = _with_needs_of(inputs, full, model)
-    held = [0] * len(step.calls)
-    if inputs.training.load_in_8bit:  # what each call holds under `full`, too, in attributes that no hook sees
-        without = _measure(model, inputs.step(FULL, holds=False)).step
-        held = [call.forward.net - other.forward.net for call, other in zip(step.calls, without.calls, strict=True)]
-    needs = {call.name: _needs_of(call, inputs.actions, size) for call, size in zip(step.calls, held, strict=True)}
+    needs = {call.name: _needs_of(call, inputs.actions) for call in step.calls}
     by_name = {block.name: block for block in blocks}
     return costs_of_step(step, [by_name[name] for name, _ in step.names], needs, inputs.actions)
 
@@ -199,20 +193,14 @@ def _shown_by(model: ShallowModel, step: Step) -> dict[str, str]:
     return {block: blocks[min(1, len(blocks) - 1)] for block, blocks in shown_by.items()}
 
 
-def _needs_of(call: Call, actions: Iterable[Action], held: int) -> dict[Action, Needs]:
-    """What a call needs under every action that it may have; those that keep most come first.
-
-    `held` are bytes that it holds under any action, which an attempt in its recomputation has shown once more.
-    """
+def _needs_of(call: Call, actions: Iterable[Action]) -> dict[Action, Needs]:
+    """What a call needs under every action that it may have; those that keep most come first."""
     if call.backward is None:  # nothing to recompute
         return {KEEP: call.as_it_ran()}
     needs = {**call.needs, FULL: call.as_it_ran()}
     for action in actions:
         if action.kind == FULL_SELECTIVE.kind:
             needs[action] = call.recomputed(needs[Action(SELECTIVE.kind, action.save)])
-    for action in actions:
-        if action.kind in (KEEP.kind, SELECTIVE.kind):
-            needs[action] = dataclasses.replace(needs[action], kept=needs[action].kept - held)
     return {action: needs[action] for action in actions}
 
 
@@ -289,7 +277,7 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
         # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=inputs.device.name != "cpu")
-        eight = mock.patch.multiple(EightBitLinear, on_accelerator=inputs.device.name != "cpu", holds=inputs.holds)
+        eight = mock.patch.object(EightBitLinear, "on_accelerator", inputs.device.name != "cpu")
         with stay, eight, temporarily(base, plan) as record, model.fake, fakes:
             last = None if action == uniform else action
             attempts = dict.fromkeys(blocks.modules, Attempts(last=last))

@@ -12,7 +12,7 @@ exact, and one step has both.
 | `forward`, `forwarded` | the forward of a block |
 | `returned` | the model's forward, and autocast around it |
 | `backward` | the backward of a block: its output's gradient has arrived |
-| `cast`, `trial`, `tried`, then `shown` or `kept` | a trial in the recomputation of a block: see `engines.trials` |
+| `held`, `cast`, `trial`, `tried`, `shown` or `kept`, `freed` | a trial in a recomputation: see `engines.trials` |
 | `tile`, `recomputed` | in a recomputation without trials: see there, too |
 | `made` | a block whose hidden states were not held has them again, see `engines.segments`: `as_held` |
 | `end` | the backward of the step |
@@ -305,7 +305,7 @@ def _whole_bytes(levels: Sequence[Level]) -> int:
 
 
 def _needs(levels: Sequence[Level], first: int, last: int, end: int) -> Needs:
-    """What a trial has shown, whose marks are the four up to the place `last`: see `engines.trials`.
+    """What a trial has shown, whose marks are the four or five up to the place `last`: see `engines.trials`.
 
     Args:
         levels: of the step.
@@ -316,7 +316,10 @@ def _needs(levels: Sequence[Level], first: int, last: int, end: int) -> Needs:
     cast, trial, tried, ended = levels[last - 3 : last + 1]
     kept = tried.bytes - cast.bytes  # autocast's cache is full at both, so its copies of weights cancel out
     arrival = trial.bytes - levels[first].bytes
-    rest = part_of(levels, last, end)
+    before = levels[last - 4]
+    held = before.bytes - cast.bytes if before.what == "held" else 0
+    begin = last + 1 if levels[last + 1].what == "freed" else last
+    rest = part_of(levels, begin, end)
     backward_peak = rest.peak + arrival if ended.what == "kept" else None
     return Needs(
         forward_peak=tried.peak_bytes - trial.bytes,
@@ -325,6 +328,7 @@ def _needs(levels: Sequence[Level], first: int, last: int, end: int) -> Needs:
         backward_peak=backward_peak,
         arrival=arrival,
         freed=ended.freed,
+        held=held,
         forward_nanoseconds=tried.nanoseconds,
         backward_nanoseconds=rest.nanoseconds,
     )

@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def scales_of(model: Any) -> list[torch.Tensor]:
@@ -16,3 +17,17 @@ def scales_of(model: Any) -> list[torch.Tensor]:
     of_8_bits = [tensor for state in states_of_8_bits for tensor in (state.CB, state.SCB) if tensor is not None]
     of_8_bits += [weight.SCB for weight in weights if getattr(weight, "SCB", None) is not None]
     return [*itertools.chain(*scales), *of_8_bits]
+
+
+def in_8_bits(model: nn.Module) -> nn.Module:
+    """The model, with the linear layers of its blocks in 8 bits, as bitsandbytes runs them on a CPU."""
+    import bitsandbytes
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and "lm_head" not in name:
+            sizes = layer.in_features, layer.out_features
+            eight = bitsandbytes.nn.Linear8bitLt(*sizes, layer.bias is not None, has_fp16_weights=False)
+            eight.load_state_dict(layer.state_dict())
+            model.set_submodule(name, eight.to("cpu"))
+    vars(model)["is_loaded_in_8bit"] = True  # by which PEFT chooses its layers
+    return model.requires_grad_(False)

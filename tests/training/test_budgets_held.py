@@ -11,6 +11,7 @@ import transformers
 from helpers.adapters import with_lora
 from helpers.budgets import differing, missed, trained
 from helpers.processes import each_rank, run_on_ranks
+from helpers.quantised import in_8_bits
 from helpers.ranks import Case
 from helpers.steps import enable, without_cache
 from helpers.unusual_models import MODELS, unusual_batch, unusual_model
@@ -147,6 +148,7 @@ ROWS = {
     "t5, lora on half": loop(lambda: small("t5", lora=True, **ABOVE), "t5"),
     "mixed lengths": loop(small, lengths=tuple(random.Random(0).sample(range(24, 193), 40)), steps=40),
     "one block eight times": loop(one_block_eight_times),
+    "lora on 8 bits": loop(lambda: with_lora(in_8_bits(small()), "llama", targets="all-linear")),
     "then unfrozen": loop(frozen_below, steps=2 * STEPS, unfrozen_at=STEPS),
     "trl sft, smoothed": trl("SFT", TEXTS, label_smoothing_factor=0.1, **FOUR),
     "trl sft, four micro-steps": trl("SFT", TEXTS, lora=False, gradient_accumulation_steps=4, **FOUR),
