@@ -174,7 +174,7 @@ def test_answers_in_the_readme_are_lines_of_the_cookbook():
         assert answer.splitlines() == [line for line in cookbook[command].splitlines() if line in answer.splitlines()]
 
 
-LITERATURE = section(PAGES["docs/comparison.md"], "Figures of the literature")
+LITERATURE = section(PAGES["docs/comparison.md"], "Figures from the literature")
 CLAIMS = [row for row in LITERATURE.splitlines() if "hf-ckpt plan" in row]
 
 

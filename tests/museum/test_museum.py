@@ -244,8 +244,8 @@ TABLE = table(__file__, "exhibits.yaml")
 EXHIBITS = {f"{kind}: {name}": exhibit_of(row) for kind, rows in TABLE.items() for name, row in rows.items()}
 """Kind of the cause, as on the page, and the name of the fault -> the fault."""
 NOT_CAUGHT = {
-    "an engine that leaves weights out": ("what it recomputes is right", own_checkpoint(scale=0.0)),
-    "an engine that counts weights twice": ("what it recomputes is right", own_checkpoint(scale=2.0)),
+    "checkpointing that drops gradients of weights": ("recomputed tensors are right", own_checkpoint(scale=0.0)),
+    "checkpointing that counts gradients of weights twice": ("recomputed tensors are right", own_checkpoint(scale=2.0)),
 }
 """Faults that the watch cannot find, and why."""
 
