@@ -112,7 +112,7 @@ class Description:
         """Why there is no plan yet, what it was predicted to need and needed, and the plans of other batch sizes."""
         prediction = self.plan.prediction
         if self.measuring:
-            yield f"  not the plan of the run yet: {self.measuring}"
+            yield f"  not yet the plan of the run: {self.measuring}"
         if prediction:
             yield f"  predicted: {prediction}"
         if self.measured_bytes:
@@ -136,7 +136,7 @@ class Description:
         """Which blocks ran and were recomputed, and whether their backward got what their forward had saved."""
         if self.frozen:
             verb = "saves" if len(self.frozen) == 1 else "save"
-            yield f"  {counted(len(self.frozen), 'block')} below the first trainable parameter {verb} nothing"
+            yield f"  {counted(len(self.frozen), 'block')} before the first trainable parameter {verb} nothing"
         calls = sum(self.forwards.values())
         if calls:
             # `full` counts a block's run, `selective` each operation: the two do not compare, so the line says so.
@@ -160,14 +160,14 @@ class Description:
         if any(actions[name].kind == "selective" for name in self.in_graphs):
             yield "  `selective` runs as `full` in graphs of torch.compile"
         if any(actions[name].made for name in self.in_graphs):
-            yield "  blocks in graphs of torch.compile hold their inputs, despite `segments`"
+            yield "  blocks in graphs of torch.compile keep their inputs, despite `segments`"
         if self.compiled_by_others:
             blocks = counted(len(self.compiled_by_others), "block")
             yield f"  compiled by something else, so shares have no effect: {blocks}"
         if self.holding:
-            yield f"  held their inputs, see the warning: {', '.join(self.holding)}"
+            yield f"  kept their inputs despite `segments`, see the warning: {', '.join(self.holding)}"
         if self.not_in_tiles:
-            yield f"  not in tiles, see the warning: {', '.join(self.not_in_tiles)}"
+            yield f"  feed-forwards not in tiles, see the warning: {', '.join(self.not_in_tiles)}"
         if self.moved:
             moved = format_bytes(sum(self.moved.values()))
             yield f"  moved to host memory in the last forward: {moved} of {counted(len(self.moved), 'block')}"
@@ -176,8 +176,8 @@ class Description:
         if self.dropped_tensors:
             yield f"  `selective` dropped {counted(self.dropped_tensors, 'saved tensor')} in the last forward"
         if self.saved:
-            yield "  `selective`, in the first forward of its blocks together:"
+            yield "  `selective` in the first forward, summed over blocks:"
             yield from (f"    {row}" for row in self.saved[:SHOWN])
         rest = self.saved[SHOWN:]
         if rest:
-            yield f"    {counted(len(rest), 'smaller one')}  {format_bytes(sum(row.bytes for row in rest))}"
+            yield f"    {counted(len(rest), 'other')}  {format_bytes(sum(row.bytes for row in rest))}"

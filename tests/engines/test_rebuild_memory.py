@@ -78,7 +78,7 @@ def test_what_selective_kept_and_dropped_has_the_names_of_the_models_code():
     described = hf_ckpt.describe(model)
     assert "\n".join(map(str, described.saved)) == NAMES.strip()
     assert f"    {NAMES.split(chr(10))[1]}\n" in str(described)
-    assert "\n    5 smaller ones  20.00 KiB" in str(described)
+    assert "\n    5 others  20.00 KiB" in str(described)
     step(model, tiny_batch("llama", tokens=8))
     assert hf_ckpt.describe(model).saved == described.saved  # only the first forward is looked at
 

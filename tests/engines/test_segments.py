@@ -280,7 +280,7 @@ def test_blocks_hold_their_inputs_where_these_cannot_be_made_again(change, caplo
     assert caplog.text.count(why) == 1
     described = hf_ckpt.describe(ours)
     assert described.holding == (("layers.1", "layers.2") if "parameters" in why else ("layers.1",))
-    assert "held their inputs, see the warning: layers.1" in str(described)
+    assert "kept their inputs despite `segments`, see the warning: layers.1" in str(described)
 
 
 def test_hooks_of_others_say_where_inputs_are_kept(caplog):

@@ -176,7 +176,7 @@ def test_a_printed_description_says_what_has_happened():
     text = str(Description(plan, {"policy": "full"}, True, ("encoder.block.0",), counts, counts))
     assert text.startswith('hf_ckpt: enabled; spec {"policy": "full"}')
     assert "1 of 4 blocks planned" in text
-    assert "1 block below the first trainable parameter saves nothing" in text
+    assert "1 block before the first trainable parameter saves nothing" in text
     assert "3 forwards of planned blocks; 3 recomputations" in text
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
 
