@@ -281,7 +281,7 @@ def left_of(device: Device, row: Row) -> tuple[str, ...]:
     spared = format_bytes(memory - budget_bytes(None, memory))
     lacks = ", more than is left" if allocator_bytes_of(device, row)[0] > memory - row.peak_bytes else ""
     return (
-        f"free beside the peak: {format_bytes(memory - row.peak_bytes)} of {format_bytes(memory)}; `auto` leaves {spared}",
+        f"free beside it: {format_bytes(memory - row.peak_bytes)} of {format_bytes(memory)}; `auto` leaves {spared}",
         f"  the allocator takes {least} to {most} of that{lacks}, {least_share:.0%} to {most_share:.0%} of the peak in "
         f"published runs; with {EXPANDABLE}, which helps where lengths vary, a few percent",
     )
@@ -361,8 +361,8 @@ def to_write(training: Question, spec: Mapping[str, Any], model: str) -> dict[st
     program = "python" if training.ranks == 1 else f"torchrun --nproc-per-node {training.ranks}"
     lines = {
         **(_lines_of_model(training, model) if model else {}),
-        "data_collator=DataCollatorWithFlattening()  # of transformers": training.packing and trainer != "sft",
-        f"hf_ckpt.install(model)  # or start the script by: {program} -m hf_ckpt train.py": checkpoints,
+        "data_collator=DataCollatorWithFlattening()  # from transformers": training.packing and trainer != "sft",
+        f"hf_ckpt.install(model)  # or start the script with: {program} -m hf_ckpt train.py": checkpoints,
     }
     python = "\n".join(line for line, applies in lines.items() if applies)
     return {"Training arguments (YAML)": yaml, **({"With the model (Python)": python} if python else {})}
@@ -387,7 +387,7 @@ def _lines_of_model(training: Question, model: str) -> dict[str, bool]:
     return {
         f"bits = BitsAndBytesConfig({config})": bits,
         f"model = {model}.from_pretrained(NAME, {options}{', quantization_config=bits' if bits else ''})": True,
-        f"{prepared}  # of peft, as assumed here; without it: --no-kbit-preparation": training.prepared,
+        f"{prepared}  # from peft; assumed here unless --no-kbit-preparation": training.prepared,
         f"model = get_peft_model(model, {lora})": training.lora is not None and not has_trainer,
-        f"peft_config={lora}  # of the trainer": training.lora is not None and has_trainer,
+        f"peft_config={lora}  # argument of the trainer": training.lora is not None and has_trainer,
     }

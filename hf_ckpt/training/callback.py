@@ -254,7 +254,7 @@ def _refuse_options_without_hf_ckpt(args: Any) -> None:
     if ours and getattr(args, compat.transformers.FLAG_NAME):
         needs = "needs" if len(ours) == 1 else "need"
         text = f"{needs} hf_ckpt, which is not installed on this model: call hf_ckpt.install(model) before the training"
-        raise SpecError([f"{', '.join(ours)} {text}, or start the script by `python -m hf_ckpt`."], name)
+        raise SpecError([f"{', '.join(ours)} {text}, or start the script with `python -m hf_ckpt`."], name)
 
 
 def _who_checkpoints(blocks: FoundBlocks, record: Installation | None) -> str:
