@@ -24,7 +24,7 @@ def add(verbs: Any) -> None:
     help = "compare loss and gradients of a model with and without a spec"
     check = add_verb(verbs, __name__, run, help, epilog=example)
     check.add_argument("model", nargs="?", help="hub id or folder of a model with a language-model or classifier head")
-    check.add_argument("--spec", default="full", help="JSON, words like policy=full, or a YAML file (default: full)")
+    check.add_argument("--spec", default="full", help="JSON, KEY=VALUE words or a YAML file (default: full)")
     check.add_argument("--batch", type=positive, default=2, help="sequences (default 2)")
     check.add_argument("--tokens", type=positive, default=32, help="tokens per sequence (default 32)")
     check.add_argument("--bf16", action="store_true", help="weights and computation in bfloat16")

@@ -1,6 +1,6 @@
 """`hf-ckpt plan`: find the fastest plan of a training within a memory budget, with its peak and step time.
 
-Chooses for each block whether to keep, rebuild or recompute its activations, so that a training step is as fast as the
+Chooses for each block which activations to keep and which to recompute, so that a training step is as fast as the
 budget allows. Prints the peak and what fills it, step time and tokens per second, all predicted. Exit code 2 if nothing
 fits.
 """
@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
     model = f"{FIELDS['model'].help} (default: the model in --config)"
     plan.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=model)
     add_options(plan)
-    plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments (YAML or JSON); options win")
+    plan.add_argument("--config", type=Path, metavar="FILE", help="training arguments (YAML/JSON); options override it")
     plan.add_argument("--against", metavar="OTHER", help=_AGAINST)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the figure of hf-ckpt app to this file")

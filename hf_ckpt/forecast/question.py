@@ -149,7 +149,7 @@ _NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens, _segments)
 
 _USUAL = "default: bfloat16 with --trainer or a quantised base, else none"
 _OF_T5 = "sequence (T5; default: as --seq)"
-_OF_IMAGES = "whose tokens --seq includes; vision models take one without it"
+_OF_IMAGES = "whose tokens --seq includes; vision models have at least one"
 _CHUNK = "run the LM head in chunks: auto, or tokens per chunk"
 _TILE = "run feed-forwards in tiles: auto, or tokens per tile"
 _SEGMENTS = "also compare plans that save only the first input of each segment: sqrt, or the number of segments"
