@@ -186,7 +186,7 @@ class Plan:
 
     def __str__(self) -> str:
         blocks = counted(len(self.actions), "block")
-        lines = [f"{self.model} (family {self.family}), {len(self.active())} of {blocks} planned"]
+        lines = [f"{self.model} (family {self.family}), {len(self.active())} of {blocks} checkpointed"]
         kept_bytes = dict(self.prediction.stacks) if self.prediction else {}
         for stack, pairs in self.stacks().items():
             kinds = ", ".join(dict.fromkeys(block.kind for block, _ in pairs))

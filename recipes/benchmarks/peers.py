@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--lora", type=int, help="rank of LoRA adapters on every linear layer")
     parser.add_argument("--dtype", default="bfloat16", help="type of the weights")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each way")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each way")
     known = [*dict.fromkeys([*(way.group for way in WAYS), *(way.name for way in WAYS)])]
     told = "names or groups of ways, beside `none` and plans"
     parser.add_argument("--only", nargs="+", default=[], choices=known, metavar="WAY", help=told)

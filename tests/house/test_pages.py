@@ -86,7 +86,7 @@ def test_python_runs_as_it_stands(page, code, tmp_path, monkeypatch, capsys):
         assert [row.split()[0] for row in rows] == labels
         return
     budget = re.search(r'"budget": "(\d+)GiB"', code)
-    wanted = "keep 0-3" if "predict" in code else "of 4 blocks planned" if budget else "full 0"
+    wanted = "keep 0-3" if "predict" in code else "of 4 blocks checkpointed" if budget else "full 0"
     assert wanted in shown
     if "MemoryTimeCallback" in code:
         rows = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()

@@ -175,7 +175,7 @@ def test_a_printed_description_says_what_has_happened():
     plan, counts = plan_for({"layers": {"encoder": "0"}}, encoder=2, decoder=2), {"encoder.block.0": 3}
     text = str(Description(plan, {"policy": "full"}, True, ("encoder.block.0",), counts, counts))
     assert text.startswith('hf_ckpt: enabled; spec {"policy": "full"}')
-    assert "1 of 4 blocks planned" in text
+    assert "1 of 4 blocks checkpointed" in text
     assert "1 block before the first trainable parameter saves nothing" in text
     assert "3 forwards of planned blocks; 3 recomputations" in text
     assert "not enabled" in str(Description(plan, {}, False, (), {}, {}))
@@ -190,7 +190,7 @@ def test_a_plan_in_one_line(spec, said):
 
 def test_a_plan_of_one_block_in_one_line():
     one = plan_for("full", decoder=1)
-    assert (one.summary(), str(one).splitlines()[0].split(", ")[-1]) == ("full on 1 block", "1 of 1 block planned")
+    assert (one.summary(), str(one).splitlines()[0].split(", ")[-1]) == ("full on 1 block", "1 of 1 block checkpointed")
     assert plan_for("none", decoder=1).summary() == "keep on 1 block"
 
 
