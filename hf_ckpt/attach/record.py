@@ -123,7 +123,7 @@ class Functions:
             for (block, action), passes_on in zip(pairs, [*following, False], strict=True):
                 region = regions.get(block.name)
                 if isinstance(region, FullRegion):
-                    region.made = action.made
+                    region.recomputes_input = action.made
                     region.passes_on = passes_on
         return regions
 

@@ -111,11 +111,11 @@ def values_of_address(query: Mapping[str, str]) -> list[Any]:
 
     Names that begin with two underscores are of the program that shows the page. Raises `HfCkptError` for others.
     """
-    asked = {name: text for name, text in query.items() if not name.startswith("__")}
-    for name in asked:
+    texts = {name: text for name, text in query.items() if not name.startswith("__")}
+    for name in texts:
         if name not in ON_PAGE:
             raise HfCkptError(f"the address asks for {name!r}, which is not on the page: use {', '.join(ON_PAGE)}.")
-    values = {name: asked.get(name, plain_value(name)) for name in ON_PAGE}
+    values = {name: texts.get(name, plain_value(name)) for name in ON_PAGE}
     for name, value in values.items():
         if isinstance(FIELDS[name].default, bool) and isinstance(value, str):
             if value not in ("true", "false"):
@@ -187,6 +187,26 @@ def _move(answered: tuple[Question, Forecast], gib: float) -> list[Any]:
     return [exact_size(limit), *_parts_of(forecast.within(limit), dataclasses.replace(training, budget=limit))]
 
 
+def _opened(request: Any, *values: Any) -> list[Any]:
+    """Fill the form from the page's address, if that asks something, and answer."""
+    query = dict(request.query_params) if request is not None else {}
+    if any(not name.startswith("__") for name in query):
+        try:
+            values = tuple(values_of_address(query))
+        except HfCkptError as error:
+            return [*values, *_refused(error)]
+    return [*values, *_answer(*values)]
+
+
+def _clicked(event: Any, answered: tuple[Question, Forecast]) -> list[Any]:
+    """Fill the form with the options of the row that was clicked."""
+    import gradio
+
+    options = answered[1].rows[event.index[0]].options
+    values = form_values(fields_of_row(options))
+    return [gradio.update(value=values[name]) if name in values else gradio.skip() for name in ON_PAGE]
+
+
 def build(model: str = "gpt2") -> Any:
     """Return the page as `gradio.Blocks`, to be launched with `LOOK`. `model` is asked about first.
 
@@ -218,31 +238,15 @@ def build(model: str = "gpt2") -> Any:
         how: dict[str, Any] = {"api_visibility": "private", "concurrency_id": "plan", "concurrency_limit": 1}
         inputs = [fields[name] for name in ON_PAGE]
 
-        def opened(request: Any, *values: Any) -> list[Any]:
-            """Fill the form from the page's address, if that asks something, and answer."""
-            query = dict(request.query_params) if request is not None else {}
-            if any(not name.startswith("__") for name in query):
-                try:
-                    values = tuple(values_of_address(query))
-                except HfCkptError as error:
-                    return [*values, *_refused(error)]
-            return [*values, *_answer(*values)]
-
-        def clicked(event: Any, answered: tuple[Question, Forecast]) -> list[Any]:
-            """Fill the form with the options of the row that was clicked."""
-            options = answered[1].rows[event.index[0]].options
-            values = form_values(fields_of_row(options))
-            return [gradio.update(value=values[name]) if name in values else gradio.skip() for name in ON_PAGE]
-
         # Gradio reads from annotations what to pass.
-        opened.__annotations__["request"] = gradio.Request
-        clicked.__annotations__["event"] = gradio.SelectData
+        _opened.__annotations__["request"] = gradio.Request
+        _clicked.__annotations__["event"] = gradio.SelectData
         everything = [state, budget, *parts]
         plain = json.dumps({name: plain_value(name) for name in ON_PAGE})
         for event in (
-            page.load(opened, inputs, [*inputs, *everything], **how),
+            page.load(_opened, inputs, [*inputs, *everything], **how),
             button.click(_answer, inputs, everything, **how),
-            rows.select(clicked, [state], inputs, **how),
+            rows.select(_clicked, [state], inputs, **how),
             budget.release(_move, [state, budget], [fields["budget"], *parts], **how),
         ):
             event.then(None, inputs, js=ADDRESS % plain)

@@ -66,7 +66,7 @@ class FullRegion(Region):
 
     keeps_choices = True
     parameters_stay = True
-    made = False
+    recomputes_input = False
     """Whether backward makes its hidden states again, if they are what the block before has returned."""
     passes_on = False
     """Whether backward makes those of the next block again."""
@@ -141,7 +141,7 @@ class FullRegion(Region):
         arguments = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
         inputs = SeenTensors(tensors)
         counted = Counted(fn, self, inputs)
-        run = self._run_in_segment if self.made or self.passes_on else self.checkpointed
+        run = self._run_in_segment if self.recomputes_input or self.passes_on else self.checkpointed
         try:
             if self.trials is None or self.trials.last is None:
                 output = run(counted, *args)
@@ -174,7 +174,7 @@ class FullRegion(Region):
         """
         hidden = args[0] if args else None
         self.holds_input = False
-        if not self.made or not isinstance(hidden, torch.Tensor) or not hidden.requires_grad:
+        if not self.recomputes_input or not isinstance(hidden, torch.Tensor) or not hidden.requires_grad:
             return None  # blocks before one whose input has no graph have no backward, and are not run again either
         why = self._why_not_in_segment()
         result = segments.result_of(hidden)

@@ -40,7 +40,7 @@ class OffloadRegion(FullRegion):
             return super().__call__(fn, *args)
         fn, args = compat.transformers.block_call(fn, args)
         hidden = args[0] if args else None
-        is_made = self.made and self.run_before(args) is not None
+        is_made = self.recomputes_input and self.run_before(args) is not None
         group = None if is_made else self.mover.group(self.block, hidden)
         if group is None:
             self.moved_bytes = 0

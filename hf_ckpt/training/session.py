@@ -320,6 +320,16 @@ class Session:
         if start_bytes is not None:
             self._measurements.learn_start(batch, start_bytes)
         planned = self._next(batch)
+        self._enable(planned, base, record)
+        if planned.phase is Phase.PLAN and not planned.over:
+            self._peaks.begin()
+            return
+        self._peaks.close()
+        if planned.phase in MEASURED:
+            self._begin(record, base, running, planned, args, kwargs)
+
+    def _enable(self, planned: Planned, base: nn.Module, record: Installation) -> None:
+        """Give the blocks of the model the functions of a plan."""
         for name, attempts in planned.attempts.items():
             # Makes the functions that recomputations will try, so that `exchange` puts their hooks on the blocks.
             record.functions.trials(name, attempts)
@@ -328,12 +338,6 @@ class Session:
         self._idle.clear()
         for name in planned.idle & record.regions.keys():
             self._idle[record.regions[name]] = record.regions[name].forwards
-        if planned.phase is Phase.PLAN and not planned.over:
-            self._peaks.begin()
-            return
-        self._peaks.close()
-        if planned.phase in MEASURED:
-            self._begin(record, base, running, planned, args, kwargs)
 
     def _refuse_threads(self, running: nn.Module) -> None:
         """Raise `HfCkptError` if another thread is in a training forward of the model."""
@@ -847,8 +851,8 @@ class Session:
         divided = in_segments_of(with_host[0], self._spec.segments, self._measurements.fixed)
         if not divided:
             return [first], hints
-        made = dataclasses.replace(self._least, made=True)
-        segmented, hints_of_segmented = self._entrant((made,), divided, limit)
+        least = dataclasses.replace(self._least, made=True)
+        segmented, hints_of_segmented = self._entrant((least,), divided, limit)
         if not hints_of_segmented:  # it fits
             return [segmented] if hints else [first, segmented], ()
         if not hints:

@@ -142,11 +142,11 @@ def strides_of_result(row: Op, node: Any, number: int, operands: Sequence[Value]
     """Return what is known of the strides of what an operation returns, from those of its operands."""
     if row.strides is Strides.CONTIGUOUS:
         return Strides.CONTIGUOUS
-    known = min(map(strides_of, operands))
+    of_operands = min(map(strides_of, operands))
     if row.strides is Strides.UNKNOWN:
-        is_known = known is Strides.CONTIGUOUS and _has_one_format(node, number)
+        is_known = of_operands is Strides.CONTIGUOUS and _has_one_format(node, number)
         return Strides.CONTIGUOUS if is_known else Strides.UNKNOWN
-    return min(known, row.strides)
+    return min(of_operands, row.strides)
 
 
 def rounds_by_strides(row: Op, node: Any, number: int) -> bool:
