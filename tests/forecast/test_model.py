@@ -103,17 +103,23 @@ SIDES = ("encoder", "decoder")
 OF_SPEECH = {f"{side}_{name}": size for side in SIDES for name, size in (("layers", 4), ("ffn_dim", 128))}
 OF_SPEECH |= {f"{side}_attention_heads": 4 for side in SIDES} | dict.fromkeys(("bos_token_id", "eos_token_id"), 1)
 OF_SPEECH |= {"max_source_positions": 100, "num_mel_bins": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
-SOUND = transformers.Wav2Vec2Config(
-    **{"hidden_size": 64, "intermediate_size": 128, "conv_dim": (32,) * 7, "vocab_size": 40, "layerdrop": 0.1, **WIDE},
-    num_conv_pos_embeddings=16,
-    num_conv_pos_embedding_groups=4,
-)
+CONVOLUTIONS = {"conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+OF_SOUND = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 40, "layerdrop": 0.1, **CONVOLUTIONS, **WIDE}
+SOUND = transformers.Wav2Vec2Config(**OF_SOUND)
+
+
+def samples_and_text(ids):
+    return {"input_values": torch.randn(2, 16_000), "labels": ids[:, 0] % 30 + 1}
+
+
 OTHERS = {
     "BertForMultipleChoice": (
         transformers.BertConfig(hidden_size=64, intermediate_size=128, vocab_size=100, **WIDE),
         lambda ids: {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0, 0] % 4},
     ),
-    "Wav2Vec2ForCTC": (SOUND, lambda ids: {"input_values": torch.randn(2, 16_000), "labels": ids[:, 0] % 30 + 1}),
+    "Wav2Vec2ForCTC": (SOUND, samples_and_text),
+    "HubertForCTC": (transformers.HubertConfig(**OF_SOUND), samples_and_text),
+    "WavLMForCTC": (transformers.WavLMConfig(**{**OF_SOUND, "attn_implementation": "eager"}), samples_and_text),
     "Wav2Vec2ForSequenceClassification": (
         SOUND,
         lambda ids: {"input_values": torch.randn(2, 16_000), "labels": ids[:, 0, 0] % 2},
