@@ -279,11 +279,11 @@ def left_of(device: Device, row: Row) -> tuple[str, ...]:
     least_share, most_share = (share - 1 for share in RESERVED)
     memory = device.memory_bytes
     spared = format_bytes(memory - budget_bytes(None, memory))
-    lacks = ", more than is left" if allocator_bytes_of(device, row)[0] > memory - row.peak_bytes else ""
+    lacks = ", more than is free" if allocator_bytes_of(device, row)[0] > memory - row.peak_bytes else ""
     return (
         f"free beside the peak: {format_bytes(memory - row.peak_bytes)} of {format_bytes(memory)}; "
         f"`auto` leaves {spared}",
-        f"  the allocator takes {least} to {most} of that{lacks}, {least_share:.0%} to {most_share:.0%} of the peak in "
+        f"  the allocator takes {least} to {most}{lacks}: {least_share:.0%} to {most_share:.0%} of the peak in "
         f"published runs, or a few percent with {EXPANDABLE}, which helps if lengths vary",
     )
 

@@ -504,11 +504,11 @@ def test_an_answer_says_what_to_leave_for_the_allocator():
     free = f"{format_bytes(memory - found.peak_bytes)} of {format_bytes(memory)}"
     assert first.endswith(f"{free}; `auto` leaves {format_bytes(0.1 * memory)}")
     least, most = map(format_bytes, found.allocator_bytes)
-    assert f"the allocator takes {least} to {most} of that, 12% to 24% of the peak" in second
+    assert f"the allocator takes {least} to {most}: 12% to 24% of the peak" in second
     assert "expandable_segments:True" in second
     assert found.to_dict()["allocator_bytes"] == [*found.allocator_bytes]
     full = left_of(device_named("t4"), Row("", "", round(0.95 * memory), 1.0, None, True, None))
-    assert " of that, more than is left, 12%" in full[1]
+    assert ", more than is free: 12%" in full[1]
     on_cpu = hf_ckpt.predict(**asked, device="cpu", budget="1GiB")
     assert (on_cpu.allocator_bytes, on_cpu.left) == ((0, 0), ())
 
