@@ -38,8 +38,8 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._nanoseconds = 0
         self._price = price
         self._padded = padded
-        self._is_below_zero: Callable[[], torch.Tensor | None] = type(None)
-        """The last result of such a comparison, if it is alive."""
+        self._is_below_zero: weakref.ref[torch.Tensor] | None = None
+        """The last result of such a comparison."""
 
     def stamp(self) -> int:
         """Return the nanoseconds so far."""
@@ -53,7 +53,9 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
         if func is torch.ops.prim.device.default and compat.torch.is_fake(args[0]):
             return args[0].fake_device  # asked about as often as anything is computed
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return args[0] is not self._is_below_zero() and not self._padded
+            if self._is_below_zero is not None and args[0] is self._is_below_zero():
+                return False
+            return not self._padded
         kwargs = kwargs or {}
         result, entry = compat.fakes.run_on_fakes(func, args, kwargs)
         if func is torch.ops.aten.lt.Scalar and args[1] == 0:

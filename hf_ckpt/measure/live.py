@@ -82,7 +82,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         self.peak_bytes = 0
         self._running = False
         self._live: dict[int, _Alive] = {}
-        self.is_over: Callable[[], bool] = bool
+        self.is_over: Callable[[], bool] = _never
         for holder in holders:
             for tensor in tensors_of(holder):
                 self._count_all(tensor)
@@ -138,10 +138,8 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
             if self._running:  # it may stop during an operation, when the mode cannot be left
                 self._count_all(result)
             return result
-        except Exception:
-            raise
-        except BaseException:  # most interrupts come here: while it counts, most Python code is this
-            if self in _started:
+        except BaseException as error:  # most interrupts come here: while it counts, most Python code is this
+            if not isinstance(error, Exception) and self in _started:
                 self._interrupt()
             raise
         finally:
@@ -195,6 +193,10 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
         self.current_bytes -= alive.size
+
+
+def _never() -> bool:
+    return False
 
 
 def _always() -> bool:

@@ -21,6 +21,7 @@ from hf_ckpt.engines.rebuild.ops import ATTENTION, OPS, VIEW
 from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.engines.rebuild.values import Inside, Rebuilt, Replay, Stored, View, read
 from hf_ckpt.engines.seen import Kept
+from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -167,15 +168,20 @@ class Recording:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Make a context for the naming of tensors. If it fails, nothing of the block is named, and that is logged.
+        """Make a context for the naming of tensors. If it fails, nothing of the block is named, and a warning says so.
 
-        Names are for people only, and may not end a run: tensors of other types lack a storage or attributes.
+        Names are for people only, and may not end a run.
         """
         try:
             with compat.torch.without_torch_functions():
                 yield
-        except (AttributeError, NotImplementedError, RuntimeError) as error:
-            log.info("hf_ckpt: `describe` cannot name what `selective` keeps: %s: %s", type(error).__name__, error)
+        except Exception as error:  # of all kinds: tensors of users' own types run their code
+            warn_once(
+                log,
+                "hf_ckpt: `describe` cannot name what `selective` keeps in some blocks: %s: %s. Nothing else changes.",
+                type(error).__name__,
+                error,
+            )
             self.close()
 
     def _add(self, names: Names, tensor: torch.Tensor, value: Any) -> None:
