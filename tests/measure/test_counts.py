@@ -193,3 +193,20 @@ def test_garbage_collected_meanwhile_does_not_leave_a_mode_on(monkeypatch):
     assert _get_current_dispatch_mode_stack() == [new, *before]
     compat.torch.leave_dispatch_mode(new)
     assert _get_current_dispatch_mode_stack() == before
+
+
+def test_an_interrupt_inside_an_operation_ends_the_count_for_good(monkeypatch):
+    """At once, without another operation: none may follow."""
+    live = LiveBytes(device="cpu")
+    live.start()
+
+    def interrupt(result):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(live, "_count_all", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            torch.ones(2)
+    assert not compat.torch.is_dispatch_mode_on(live)
+    live.start()  # as an optimizer's step would
+    assert not compat.torch.is_dispatch_mode_on(live)
