@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.engines import compiled
-from hf_ckpt.engines.rebuild import tape
+from hf_ckpt.engines.running import running
 from hf_ckpt.logs import PLANS, forget_warnings
 from hf_ckpt.measure.live import LiveBytes
 
@@ -110,9 +110,9 @@ def no_count_left_on():
 
 @pytest.fixture(autouse=True)
 def no_block_left_open():
-    """Check that ended blocks leave no rebuild tape open in this thread."""
+    """Check that nothing records this thread as inside a block once it has ended."""
     yield
-    assert tape.running.tape is None
+    assert (running.tape, running.choices, running.tiles) == (None, None, None)
 
 
 @pytest.fixture

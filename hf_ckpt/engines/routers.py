@@ -12,7 +12,6 @@ Hooks on the routers intercept calls of these functions and nothing else. Blocks
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ckpt import compat
 from hf_ckpt.engines.region import Hook, Region
+from hf_ckpt.engines.running import running
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.models.parts import routers
 
@@ -49,13 +49,13 @@ class Choices(TorchFunctionMode):
     @contextlib.contextmanager
     def running(self, *, again: bool = False) -> Iterator[None]:
         """Record the choices made inside this context, or make the same ones `again`."""
-        before = _running.choices
-        _running.choices = self
+        before = running.choices
+        running.choices = self
         self._next = 0 if again else None
         try:
             yield
         finally:
-            _running.choices = before
+            running.choices = before
             self.intercept(False)  # after an interrupt (Ctrl-C) inside a router
 
     def intercept(self, on: bool) -> None:
@@ -93,15 +93,6 @@ class Choices(TorchFunctionMode):
         return kind((_Chosen.apply(scores, indices, dim), indices))  # type: ignore[no-untyped-call]
 
 
-class _Running(threading.local):
-    """The choices of the block with routers that this thread runs, if any."""
-
-    choices: Choices | None = None
-
-
-_running = _Running()
-
-
 def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
     """Yield hooks on the routers of all blocks that are recomputed as a whole."""
     for name in dict.fromkeys(region.block for region in regions if region.keeps_choices):
@@ -113,14 +104,14 @@ def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
 def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of a router: in a checkpointed block, start to intercept its choices."""
     # Compiled blocks keep their choices by the partitioner, see `compat.compiler`.
-    if not compat.torch.is_compiling() and _running.choices is not None and not compat.torch.transforms():
-        _running.choices.intercept(True)
+    if not compat.torch.is_compiling() and running.choices is not None and not compat.torch.transforms():
+        running.choices.intercept(True)
 
 
 def leave_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a router, called even after an error: stop intercepting its choices."""
-    if not compat.torch.is_compiling() and _running.choices is not None:
-        _running.choices.intercept(False)
+    if not compat.torch.is_compiling() and running.choices is not None:
+        running.choices.intercept(False)
 
 
 class _Chosen(torch.autograd.Function):

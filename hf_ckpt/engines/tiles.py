@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
@@ -30,6 +29,7 @@ from hf_ckpt.engines.full import Counted, FullRegion
 from hf_ckpt.engines.head.chunks import autocast
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.engines.running import running
 from hf_ckpt.engines.seen import NO_TENSORS
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import reason_of, shown
@@ -79,12 +79,12 @@ class TiledRegion(FullSelectiveRegion):
         """Return the block's own forward `fn`, with its feed-forwards in tiles both in the forward and later."""
 
         def run(*args: Any) -> Any:
-            before = _running.region
-            _running.region = self
+            before = running.tiles
+            running.tiles = self
             try:
                 return fn(*args)
             finally:
-                _running.region = before
+                running.tiles = before
 
         return super().inner(run)
 
@@ -253,18 +253,9 @@ class _Alias(torch.autograd.Function):
         return gradient, None
 
 
-class _Running(threading.local):
-    """The checkpointing function of the block that this thread runs, if its feed-forwards run in tiles."""
-
-    region: TiledRegion | None = None
-
-
-_running = _Running()
-
-
 def _run(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What replaces the forward of a feed-forward."""
-    region = None if compat.torch.is_compiling() else _running.region
+    region = None if compat.torch.is_compiling() else running.tiles
     if region is None:
         return forward(*args, **kwargs)
     return region.run_in_tiles(name, module, forward, *args, *kwargs.values())

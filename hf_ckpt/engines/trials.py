@@ -43,7 +43,7 @@ from hf_ckpt.costs.steps import Freed
 from hf_ckpt.engines.full import Recomputation
 from hf_ckpt.engines.rebuild.full_selective import Rebuilding
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.engines.rebuild.tape import running
+from hf_ckpt.engines.running import running
 from hf_ckpt.spec.actions import Action
 
 

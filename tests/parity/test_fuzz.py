@@ -23,7 +23,7 @@ from helpers.tables import table
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.rebuild import tape
+from hf_ckpt.engines.running import running
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
@@ -271,7 +271,7 @@ class Twins:
 
     def check(self):
         """Flags are as the state says, hooks go with the plan, gradients and names are those of the plain model."""
-        assert tape.running.tape is None
+        assert running.tape is None
         assert (installation(self._ours) is not None) == self._installed
         expected, got = self._both(gradients)
         assert expected.keys() == got.keys()

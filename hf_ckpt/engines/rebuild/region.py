@@ -22,9 +22,10 @@ from hf_ckpt.engines.full import CALLS_A_TRANSFORM, FullRegion
 from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.names import Names, Recording, Saved
 from hf_ckpt.engines.rebuild.ops import ops_for
-from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module, running
+from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module
 from hf_ckpt.engines.rebuild.values import Work, unpack
 from hf_ckpt.engines.region import Hook, Region, Request
+from hf_ckpt.engines.running import running
 from hf_ckpt.engines.seen import look_at
 from hf_ckpt.errors import TransformError
 from hf_ckpt.logs import warn_once

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +43,7 @@ from hf_ckpt.engines.rebuild.values import (
     read,
     strides_of,
 )
+from hf_ckpt.engines.running import running
 from hf_ckpt.engines.seen import Kept, Seen, version_of
 from hf_ckpt.logs import warn_once
 
@@ -68,7 +68,7 @@ class Rebuilds(Protocol):
     parts_are_sharded: bool | None
 
 
-class _NormOutput(NamedTuple):
+class NormOutput(NamedTuple):
     """The output of a block, which a norm at its end computed."""
 
     output: weakref.ref[torch.Tensor]
@@ -76,21 +76,9 @@ class _NormOutput(NamedTuple):
     """The call of the norm. It is gone with the graph that holds its input."""
 
 
-class Running(threading.local):
-    """What this thread runs: replicas of a model may run in separate threads."""
-
-    tape: Tape | None = None
-    """The tape of the block that runs now."""
-    norm_output: _NormOutput | None = None
-    """The output of the block that ran last, if the next block can rebuild it."""
-
-
-running = Running()
-
-
 def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a small module that may be run again as a whole: record its call on the block's tape."""
-    tape = None if compat.torch.is_compiling() else running.tape
+    tape: Tape | None = None if compat.torch.is_compiling() else running.tape
     if tape is None or tape.replay or kwargs or len(args) != 1 or not torch.is_grad_enabled():
         return
     if module._modules:  # `parametrize` has put modules into it, which are gone when it would run again
@@ -111,7 +99,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of a small module that may be run again: from now on its output can be rebuilt."""
-    tape = None if compat.torch.is_compiling() else running.tape
+    tape: Tape | None = None if compat.torch.is_compiling() else running.tape
     if tape is None or tape.replay is None or module is not tape.replay.module:
         return
     replay = tape.replay
@@ -185,7 +173,7 @@ class Tape:
 
     def _see_inputs(self, args: tuple[Any, ...]) -> None:
         """Record the block's inputs: how to rebuild them, if the block before ends with a norm, or their versions."""
-        norm_output = running.norm_output
+        norm_output: NormOutput | None = running.norm_output
         running.norm_output = None
         for arg in args:
             if not isinstance(arg, torch.Tensor) or arg.grad_fn is None:
@@ -216,7 +204,7 @@ class Tape:
                 # Its backward comes first. A chain of operations would fill the caches of this block's values, until
                 # the backward of this block has used them, too.
                 if type(replay.source.root) is not Rebuilt:
-                    running.norm_output = _NormOutput(weakref.ref(output), weakref.ref(replay))
+                    running.norm_output = NormOutput(weakref.ref(output), weakref.ref(replay))
         for stored in self.stored.values():
             stored.original = None
         for collection in (self.values, self.inputs, self.offered, self.packed_at, self.biases, self.stored):
