@@ -106,8 +106,8 @@ class RebuildRegion(Region):
         if self.mover is not None and args:
             group = self.mover.group(self.block, args[0])
         if group is None:
-            return self.run(fn, args, store=store)
-        output = self.run(fn, args, store=(group.pack, group.unpack))
+            return self.run(fn, args, store=store, describes=True)
+        output = self.run(fn, args, store=(group.pack, group.unpack), describes=True)
         group.leave_device()
         self.moved_bytes = group.moved_bytes
         return output
@@ -119,6 +119,7 @@ class RebuildRegion(Region):
         *,
         store: compat.torch.SavedTensorHooks | None = None,
         hooks: Callable[[Tape], compat.torch.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
+        describes: bool = False,
     ) -> Any:
         """Run the block's forward `fn` with a tape of its own.
 
@@ -127,6 +128,7 @@ class RebuildRegion(Region):
             args: its arguments.
             store: hooks that store kept tensors elsewhere; see `Tape`.
             hooks: returns the saved-tensor hooks for the tape.
+            describes: whether to record what is kept and dropped in `saved`, if no forward has done so yet.
 
         Raises `TransformError` if the forward calls a function of torch.func that allows no hooks.
         """
@@ -136,7 +138,7 @@ class RebuildRegion(Region):
         tape = Tape(self, args, store, self._versions(fn))
         output = None
         pack, unpack_saved = hooks(tape)
-        recording = self._recording(fn, args, tape)
+        recording = self._recording(fn, args, tape) if describes else None
         if recording is not None:
             pack = recording.of(pack)
         outer = running.tape
