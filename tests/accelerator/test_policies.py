@@ -63,15 +63,15 @@ def counted(described, kind):
 
 
 def cells():
-    for name, (_, _, modes, *families) in SPECS.items():
-        yield from itertools.product(*(families or [FAMILIES]), [name], modes)
+    for name, row in SPECS.items():
+        yield from itertools.product(row.get("families", FAMILIES), [name], row.get("modes", MODES))
 
 
 @pytest.mark.usefixtures("unwatched")
 @pytest.mark.parametrize(("family", "name", "mode"), list(cells()))
 def test_policies(family, name, mode, monkeypatch):
     monkeypatch.setattr(host_memory, "LEAST_BYTES", 0)
-    spec, counts, *_ = SPECS[name]
+    spec, counts = SPECS[name]["spec"], SPECS[name]["counts"]
     expected, copied = reference(family, mode)
     before = device.counted()
     model = planned(new_model(family, mode), spec)
@@ -119,7 +119,7 @@ def test_gradients_are_right_at_every_pace(spec, paces, interrupt, monkeypatch):
     reused = []
     with device.pace(computing=paces[0], copying=paces[1]):
         model = new_model("llama", "dropout")
-        planned(model, {**SPECS[spec][0], "check_every": 0})
+        planned(model, {**SPECS[spec]["spec"], "check_every": 0})
         if interrupt:
             interrupted(model)
             sizes = hf_ckpt.describe(model).moved.values()
@@ -160,7 +160,7 @@ def test_races_that_others_have_had_in_silence(lane, monkeypatch):
     def gradients_with(kind, paces):
         monkeypatch.setattr(host_memory, "Lane", kind)
         with device.pace(computing=paces[0], copying=paces[1]):
-            model = planned(new_model("llama", "dropout"), {**SPECS["offload"][0], "check_every": 0})
+            model = planned(new_model("llama", "dropout"), {**SPECS["offload"]["spec"], "check_every": 0})
             found = train(model, "llama", "dropout")
         assert sum(hf_ckpt.describe(model).moved.values()) > 0
         return found
@@ -183,7 +183,7 @@ def test_memory_that_is_not_pinned_is_copied_before_the_host_goes_on(paces, monk
     monkeypatch.setattr(host_memory, "_buffer", lambda size, *, pin: torch.empty(size, dtype=torch.uint8, device="cpu"))
     expected, _ = reference("llama", "dropout")
     with device.pace(computing=paces[0], copying=paces[1]):
-        model = planned(new_model("llama", "dropout"), {**SPECS["offload"][0], "check_every": 0})
+        model = planned(new_model("llama", "dropout"), {**SPECS["offload"]["spec"], "check_every": 0})
         assert_same(expected, train(model, "llama", "dropout"))
     assert sum(hf_ckpt.describe(model).moved.values()) > 0
 
@@ -219,7 +219,7 @@ def test_trl_offloads_what_selective_keeps(paces, monkeypatch):
     with offloading.OffloadActivations():
         expected = train(new_model("llama", "dropout"), "llama", "dropout")
     with device.pace(computing=paces[0], copying=paces[1]):
-        model = planned(new_model("llama", "dropout"), {**SPECS["selective"][0], "check_every": 0})
+        model = planned(new_model("llama", "dropout"), {**SPECS["selective"]["spec"], "check_every": 0})
         with offloading.OffloadActivations():
             assert_same(expected, train(model, "llama", "dropout"))
     assert all(hf_ckpt.describe(model).recomputed.values())

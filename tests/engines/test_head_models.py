@@ -10,7 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers.adapters import with_lora
 from helpers.others import other_model
 from helpers.steps import ROUNDING, assert_near, assert_same, enable, outcome, planned, step, without_cache
-from helpers.tables import table
+from helpers.tables import keyed, table
 from torch import nn
 from torch.nn import functional
 
@@ -81,7 +81,7 @@ def error(truth, results):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize(("name", "how", "tied"), TABLE["cases"])
+@pytest.mark.parametrize(*keyed(TABLE["cases"], "name", "how", "tied"))
 def test_gradients_are_those_of_the_plain_head(name, how, tied, precision, whole):
     """In 16 bits, they are as close to the exact gradients."""
     keys = {"tie_word_embeddings": tied, "how": how}

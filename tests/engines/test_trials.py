@@ -9,7 +9,7 @@ from helpers.others import other_model
 from helpers.quantised import in_8_bits, scales_of
 from helpers.sparing import sparing
 from helpers.steps import assert_same, gradients, without_cache
-from helpers.tables import table
+from helpers.tables import keyed, table
 
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.enable import put_on
@@ -147,12 +147,12 @@ def test_the_backward_of_a_block_that_only_shows_is_that_of_full():
     assert call.backward == full.backward
 
 
-@pytest.mark.parametrize(("name", "saved", "freed"), TABLE["freed"])
-def test_a_trial_finds_what_a_plain_run_would_free(name, saved, freed):
+@pytest.mark.parametrize(*keyed(TABLE["freed"], "model", "saved", "freed"))
+def test_a_trial_finds_what_a_plain_run_would_free(model, saved, freed):
     """A recomputation holds what the block is given: its hidden states, and masks and the like that blocks share."""
     action = ACTIONS[saved]
-    call, _, _ = measured(name, FULL, OTHERS[action], action)
-    model, batch, _ = prepared(**MODELS[name])
+    call, _, _ = measured(model, FULL, OTHERS[action], action)
+    model, batch, _ = prepared(**MODELS[model])
     size = batch["input_ids"].numel() * 64 * model.dtype.itemsize
     parts = call.needs[action].freed
     assert (parts.hidden, parts.rebuilt) == (size * (freed == "hidden"), size * (freed == "rebuilt"))

@@ -447,13 +447,13 @@ GROUPS["CHOICES"] = ["dropout", "LoRA on the last layer", "hub, then enabled"]
 """Modes in which the choice of blocks may matter."""
 
 
-def cell(spec, engines, names, families=FAMILIES):
+def cell(spec, engines, modes, families=FAMILIES):
     """A row of `actions.yaml`. Norms over tokens are refused in tiles."""
-    modes = [mode for name in names for mode in GROUPS.get(name, (name,))]
-    return Cell(spec, engines, [mode for mode in modes if "mlp" not in spec or not MODES[mode].inside], families)
+    names = [mode for name in modes for mode in GROUPS.get(name, (name,))]
+    return Cell(spec, engines, [mode for mode in names if "mlp" not in spec or not MODES[mode].inside], families)
 
 
-ACTIONS = {name: cell(*row) for name, row in table(__file__, "actions.yaml").items()}
+ACTIONS = {name: cell(**row) for name, row in table(__file__, "actions.yaml").items()}
 EVERYWHERE = ("full", "selective", "save attention", "head")
 """Actions that are compared in `FORMS` in all families. Other cells run in one family by default, in turn."""
 COMPAT = ("full", "layers", "selective")

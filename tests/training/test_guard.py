@@ -18,7 +18,7 @@ from helpers.custom import custom_loss, model_of_averages, moving_average
 from helpers.failing import MESSAGE, Failing, run_out, train
 from helpers.sparing import sparing
 from helpers.steps import assert_same, enable, gradients, planned, without_cache
-from helpers.tables import table
+from helpers.tables import keyed, table
 from helpers.trainers import FLAG, trainer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,7 +130,7 @@ def test_the_guard_survives_a_failure_at_any_point_of_a_step(family):
     assert min(runs.count(3), runs.count(4)) > 5
 
 
-@pytest.mark.parametrize(("spec", "lora", "at"), table(__file__, "tightened.yaml"), ids=str)
+@pytest.mark.parametrize(*keyed(table(__file__, "tightened.yaml"), "spec", "lora", "at"), ids=str)
 def test_the_guard_tightens_any_plan(spec, lora, at):
     """Gradients stay bit-equal from any plan down to offloading."""
     models = [tiny_model("llama", layers=3, dropout=0.1) for _ in range(2)]

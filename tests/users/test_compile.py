@@ -135,7 +135,7 @@ IN_GRAPHS = table(__file__, "graphs.yaml")
 @sparing("name", IN_GRAPHS, "mixed")
 def test_every_action_runs_in_graphs(name):
     """Every action lets the compiler see blocks, one by one or in a whole model; a chunked head then runs whole."""
-    spec, blocks, graphs = IN_GRAPHS[name]
+    spec, blocks, graphs = IN_GRAPHS[name].values()
     _, by_block = same_but_smaller(spec, each_block, blocks)
     assert by_block.graphs == graphs
     _, whole = same_but_smaller(spec, torch.compile, blocks)
