@@ -13,16 +13,16 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach import switches
-from hf_ckpt.attach.enable import put_on, take_off
+from hf_ckpt.attach.enable import hook_before, put, put_on, take_off
 from hf_ckpt.attach.hooks import ModelHook
 from hf_ckpt.attach.passes import Reminder
+from hf_ckpt.attach.puts import undo
 from hf_ckpt.attach.record import RECORD, Decider, Installation, record_on
-from hf_ckpt.attach.switches import carriers, function_of, is_on
+from hf_ckpt.attach.switches import Switched, function_of, is_on, read
 from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.logs import tell
-from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, plain_modules
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
 
@@ -51,9 +51,7 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
     Raises `OwnerConflictError` if the blocks belong to a larger model whose plan is enabled.
     """
     base = blocks.base
-    records: dict[nn.Module, Installation] = {
-        module: record for module in blocks.named.values() if (record := record_on(module)) is not None
-    }
+    records = {module: record for module in blocks.named.values() if (record := record_on(module)) is not None}
     regions_here = {id(region) for record in records.values() for region in record.regions.values()}
     functions = map(function_of, blocks.modules.values())
     is_part = base not in records or not records[base].enabled  # else these are copies of its own blocks
@@ -62,26 +60,35 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None)
             f"{blocks.class_name} is part (or a copy of a part) of a larger model whose plan is enabled on the same "
             "blocks; install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
         )
-    flags = carriers(blocks.named)
-    was_on = any(record.enabled for record in records.values()) or any(map(is_on, flags.values()))
+    was_on = is_on(*blocks.carriers.values()) or any(record.enabled for record in records.values())
     record = records.pop(base, None)
-    for module in records:  # blocks have one owner: an inner model that was enabled by itself loses its plan
-        detach(module)
+    for module, inner in records.items():  # blocks have one owner: an inner model loses its own plan
+        remove(module, inner)
     if record is None:
         record = Installation(spec, plan, decider=decider)
-        record.originals = {name: switches.original(module) for name, module in flags.items()}
-        vars(base)[RECORD] = record
-        # Under `vars`, they are no submodules, and the class and other models keep their methods. Libraries call either
-        # name, and transformers' new method looks whether an object has replaced the old one.
-        vars(base).update(dict.fromkeys(compat.transformers.ENABLE_NAMES, EnableHook(base)))
-        vars(base).update(dict.fromkeys(compat.transformers.DISABLE_NAMES, DisableHook(base)))
-        # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
-        runners = dict.fromkeys(blocks.runners.values())
-        record.handles = [runner.register_forward_pre_hook(Reminder(base)) for runner in runners]
-    adopt(blocks, record, spec, plan)
+        _put_record(blocks, record)
+    record.adopt(spec, plan)
     if was_on:
         put_on(blocks, record)
     return record
+
+
+def _put_record(blocks: FoundBlocks, record: Installation) -> None:
+    """Put a record on a model, methods that enable and disable its plan, and hooks that remind of it."""
+    base = blocks.base
+    vars(base)[RECORD] = record
+    # Under `vars`, they are no submodules, and the class and other models keep their methods. Libraries call either
+    # name, and transformers' new method looks whether an object has replaced the old one.
+    for name in compat.transformers.ENABLE_NAMES:
+        put(record, base, name, EnableHook(base, name))
+    for name in compat.transformers.DISABLE_NAMES:
+        put(record, base, name, DisableHook(base, name))
+    switches_before = [Switched(module, read(module)) for module in blocks.carriers.values()]
+    record.installed = [*record.puts, *switches_before]
+    record.puts = []
+    # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
+    for runner in dict.fromkeys(blocks.runners.values()):
+        hook_before(record, runner, Reminder(base))
 
 
 def detach(model: nn.Module) -> None:
@@ -91,30 +98,18 @@ def detach(model: nn.Module) -> None:
     """
     base = base_model(model)
     record = record_on(base)
-    if record is None:
-        return
+    if record is not None:
+        remove(base, record)
+
+
+def remove(base: nn.Module, record: Installation) -> None:
+    """As `detach`, for a model whose record is known."""
     take_off(base, record)
     if record.session is not None:
         record.session.close()
-    modules = dict(plain_modules(base))
-    for name, values in record.originals.items():
-        if name in modules:  # blocks may have been deleted since
-            switches.write(modules[name], values)
-    for name in (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES, RECORD):
-        vars(base).pop(name, None)
-
-
-def adopt(blocks: FoundBlocks, record: Installation, spec: Spec, plan: Plan) -> None:
-    """Make `plan` the one that the record will enable next, with new functions that count from 0.
-
-    First disable the current plan, if it is enabled.
-    """
-    if record.enabled:
-        take_off(blocks.base, record)
-    record.spec = spec
-    record.plan = record.avoiding(plan)
-    record.tightened = None
-    record.begin_anew()
+    undo(record.installed)
+    record.installed = []
+    vars(base).pop(RECORD, None)
 
 
 def tell_plan(base: nn.Module, record: Installation) -> None:
@@ -129,7 +124,12 @@ def tell_plan(base: nn.Module, record: Installation) -> None:
 
 
 class EnableHook(ModelHook):
-    """`model.gradient_checkpointing_enable` and `model.activation_checkpointing_enable` of an installed model."""
+    """`model.gradient_checkpointing_enable` and `model.activation_checkpointing_enable` of an installed model.
+
+    Args:
+        base: the model.
+        name: the name of the method.
+    """
 
     calls = 0
     """Enable calls that this class has handled, over all models, since `hf_ckpt.install()` without a model."""
@@ -157,23 +157,36 @@ class EnableHook(ModelHook):
         options = gradient_checkpointing_kwargs or activation_checkpointing_kwargs or {}
         if not isinstance(options, Mapping):
             raise SpecError([f"the checkpointing kwargs must be a dict, but are {options!r} instead"])
-        base = self.base
-        record: Installation = vars(base)[RECORD]
+        base, name = self.arguments()
+        record = self.record
+        if record is None:  # what somebody has put around this method outlives `uninstall`
+            getattr(type(base), name)(base, options)
+            return
         record.outermost = None  # of a forward that Ctrl-C has ended: torch called no hook after it
         # transformers takes these two out of the kwargs and passes them separately.
         options = {"every_n_layers": every_n_layers, "offload": offload, **options}
         blocks = find_blocks(base)
         decided = None if record.decider is None else record.decider.asked(blocks, record, options)
         if decided is not None:
-            adopt(blocks, record, *decided)
+            record.adopt(*decided)
         put_on(blocks, record)
         EnableHook.calls += 1
         tell_plan(base, record)
 
 
 class DisableHook(ModelHook):
-    """`model.gradient_checkpointing_disable` and `model.activation_checkpointing_disable` of an installed model."""
+    """`model.gradient_checkpointing_disable` and `model.activation_checkpointing_disable` of an installed model.
+
+    Args:
+        base: the model.
+        name: the name of the method.
+    """
 
     def __call__(self) -> None:
         """Disable the plan. The record keeps it, so that an enable call can enable it again."""
-        take_off(self.base, vars(self.base)[RECORD])
+        base, name = self.arguments()
+        record = self.record
+        if record is None:
+            getattr(type(base), name)(base)
+        else:
+            take_off(base, record)

@@ -11,7 +11,6 @@ from hf_ckpt.attach.record import Installation, installation
 from hf_ckpt.attach.switches import function_of, is_on
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
-from hf_ckpt.models.parts import frozen_prefix
 from hf_ckpt.spec.description import Description, Saved
 
 
@@ -42,10 +41,10 @@ def description_of(blocks: FoundBlocks, record: Installation) -> Description:
         plan=plan,
         spec=record.spec.to_dict(),
         enabled=record.enabled,
-        frozen=tuple(name for name in frozen_prefix(blocks) if name in active),
+        frozen=tuple(name for name in blocks.frozen if name in active),
+        saved=_saved(record),
         forwards=record.functions.counts("forwards", regions),
         recomputed=record.functions.counts("recomputed", regions),
-        saved=_saved(record),
         avoided={name: str(action) for name, action in record.avoided.items()},
         dropped_tensors=sum(region.dropped_tensors for region in regions.values()),
         chunked_heads=record.heads.calls,

@@ -7,54 +7,79 @@ model trains. The hooks and functions can be pickled, and a copy of the model ge
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import compat
 from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.attach.hooks import HeadForward, Instead, Skipped, warn_whole
+from hf_ckpt.attach.hooks import INPUT_GRADIENTS, HeadForward, Instead, Skipped, warn_whole
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
-from hf_ckpt.attach.record import Installation
-from hf_ckpt.attach.switches import carriers
-from hf_ckpt.engines.region import hooks_for
-from hf_ckpt.models.blocks import FoundBlocks, find_blocks, plain_modules
-from hf_ckpt.models.parts import vocabulary_head
+from hf_ckpt.attach.puts import Hooked, Put, WithoutInputGradients
+from hf_ckpt.attach.record import Installation, record_on
+from hf_ckpt.attach.switches import Switched, function_of
+from hf_ckpt.engines.region import Region, hooks_for
+from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.spec.plan import Plan
 
 
 def put_on(blocks: FoundBlocks, record: Installation) -> None:
-    """Enable the record's plan: set functions and flags on the blocks, and register the hooks that engines need."""
-    base = blocks.base
-    if record.enabled:
-        _take_off(base, blocks.named, record)
+    """Enable the record's plan: set functions and flags on the blocks, and register the hooks that engines need.
+
+    If that fails, nothing is enabled.
+    """
+    for module in blocks.around.values():  # blocks have one owner: a model inside this one may have been enabled since
+        inner = record_on(module)
+        if module is not blocks.base and inner is not None and inner.enabled:
+            take_off(module, inner)
+    record.undo_puts()
+    _remove_copied(blocks.base)
     made_for = list(map(weakref.ref, blocks.modules.values()))
     if record.made_for not in (None, made_for):  # functions of a replaced block refer to it
         record.begin_anew()
     record.made_for = made_for
-    _remove_hooks(base, record)
-    for name, module in carriers(blocks.named).items():
-        before = record.originals.setdefault(name, switches.original(module))  # layers may have been added since
-        switches.switch(module, record.regions.get(name), before)
-    regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
-    record.functions.hooked = len(record.functions.made)
-    record.blocks = dict(blocks.modules)
-    if record.plan.head != "whole":
-        _put_on_head(base, record)
-    if regions:
-        _drop_input_gradients(base, record)
-        for module, hook, when, with_kwargs in hooks_for(regions, blocks):
-            if when == "instead":
-                vars(module)["forward"] = Instead(base, module, hook, vars(module).get("forward"))
-            elif when == "before":
-                record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
-            else:
-                record.handles.append(_always_after(module, hook))
-    _put_on_forwards(blocks, record)
+    try:
+        _put_on_blocks(blocks, record)
+        if record.plan.head != "whole":
+            _put_on_head(blocks, record)
+        _put_on_parts(blocks, record)
+        _put_on_forwards(blocks, record)
+    except BaseException:
+        record.undo_puts()
+        raise
     record.enabled = True
+
+
+def _put_on_blocks(blocks: FoundBlocks, record: Installation) -> None:
+    """Set functions and flags. Modules without a function of their own, such as stacks, are switched off."""
+    for name, module in blocks.carriers.items():
+        switches.switch_off(module)  # something else may have switched it on since
+        row = Switched(module, switches.read(module))
+        record.puts.append(row)
+        record.switched[name] = row
+        if name in record.regions:
+            row.put(record.regions[name])
+    record.blocks = dict(blocks.modules)
+
+
+def _put_on_parts(blocks: FoundBlocks, record: Installation) -> None:
+    """Register the hooks that engines need inside blocks, and replace forwards of modules there."""
+    base = blocks.base
+    functions = record.functions.made
+    record.functions.hooked = len(functions)
+    regions = [region for region in functions.values() if region.block in blocks.modules]  # not of removed ones
+    if not regions:
+        return
+    _drop_input_gradients(base, record)
+    for module, hook, when, with_kwargs in hooks_for(regions, blocks):
+        if when == "instead":
+            put(record, module, "forward", Instead(base, module, hook, vars(module).get("forward")))
+        elif when == "before":
+            hook_before(record, module, hook, with_kwargs)
+        else:
+            _hook_after(record, module, hook)
 
 
 def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
@@ -76,7 +101,7 @@ def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
             continue
         if is_model and module is not blocks.base:
             for method in compat.transformers.ENABLE_NAMES:
-                vars(module).setdefault(method, Skipped(method))
+                put(record, module, method, Skipped(blocks.base, module, method))
         session_name = None if module is blocks.base else stack_of.get(module, name)
         names: tuple[str, ...] = ()
         if module in stack_of:
@@ -84,26 +109,40 @@ def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
         parameters = compat.transformers.forward_parameters(module)
         is_last = module is last
         hook = PassHook(blocks.base, Place(session_name, parameters, names, is_last, drops_caches))
-        record.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        record.handles.append(_always_after(module, hook.after))
+        hook_before(record, module, hook, with_kwargs=True)
+        _hook_after(record, module, hook.after)
     # Without copies, the next forward plans for blocks that the plan does not name.
     is_for_these = {block.name for block, _ in record.plan.actions} == blocks.modules.keys()
     record.children_before = [dict(children) for children in record.children] if is_for_these else []
 
 
-def _always_after(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a forward hook that is also called when the module raises an error."""
+def put(record: Installation, module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute of a module, and let the record undo it."""
+    before = [vars(module)[name]] if name in vars(module) else []
+    record.puts.append(Put(module, name, value, *before))
+    vars(module)[name] = value
+
+
+def hook_before(record: Installation, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
+    """Register a forward pre-hook, and let the record undo it."""
+    handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    record.puts.append(Hooked(handle, hook))
+
+
+def _hook_after(record: Installation, module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward hook that is also called when the module raises an error, and let the record undo it."""
     with compat.torch.same_hook_number(module._forward_hooks):
-        return module.register_forward_hook(hook, always_call=True)
+        handle = module.register_forward_hook(hook, always_call=True)
+    record.puts.append(Hooked(handle, hook))
 
 
-def _put_on_head(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
+def _put_on_head(blocks: FoundBlocks, record: Installation) -> None:
     """Make the head run in chunks, or warn why it cannot."""
-    head = vocabulary_head(base)
+    head = blocks.head
     if head is not None and "forward" in vars(head):
-        warn_whole(base, "something else has replaced its forward")
+        warn_whole(blocks.base, "something else has replaced its forward")
     elif head is not None:
-        vars(head)["forward"] = HeadForward(base, head)
+        put(record, head, "forward", HeadForward(blocks.base, head))
 
 
 def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
@@ -114,63 +153,29 @@ def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Ins
     https://github.com/huggingface/transformers/issues/21381
     """
     is_one = compat.transformers.makes_inputs_require_gradients
+    most = 0
     for module in base.modules():
         keys = [key for key, hook in module._forward_hooks.items() if is_one(hook)]
         for key in keys:  # not by handle: a second enable call loses the first one's handle
             del module._forward_hooks[key]
-        record.input_gradient_hooks = max(record.input_gradient_hooks, len(keys))
-    for name in ("enable_input_require_grads", "disable_input_require_grads"):
+        most = max(most, len(keys))
+    record.puts += [WithoutInputGradients(base) for _ in range(most)]
+    for name in INPUT_GRADIENTS:
         if hasattr(base, name):
-            vars(base)[name] = Skipped(name)
+            put(record, base, name, Skipped(base, base, name))
 
 
-def take_off(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
+def take_off(base: nn.Module, record: Installation) -> None:
     """Disable the record's plan, and end the current measurement of its session.
 
     The record, and the hooks that replace the enable and disable methods, remain.
     """
     if record.session is not None:
         record.session.stop(record)
-    _take_off(base, dict(plain_modules(base)), record)
-
-
-def _take_off(base: compat.transformers.PreTrainedModel, named: Mapping[str, nn.Module], record: Installation) -> None:
-    """As `take_off`, with the modules of the model by name. A session goes on measuring."""
-    for name, module in carriers(named).items():
-        switches.switch_off(module, record.originals.get(name, switches.original(module)))
-    _remove_hooks(base, record)
-    for module in base.modules():  # not only the current head: adapters may have wrapped it since
-        replaced = (HeadForward, Instead, Skipped)
-        for name in [key for key, value in vars(module).items() if isinstance(value, replaced)]:
-            hook = vars(module).pop(name)
-            before = hook.arguments()[3] if isinstance(hook, Instead) else None
-            if before is not None:
-                vars(module)[name] = before
-    for _ in range(record.input_gradient_hooks):
-        base.enable_input_require_grads()
-    record.input_gradient_hooks = 0
-    record.enabled = False
-    record.blocks = {}
-    record.children = []
-    record.children_before = []
-
-
-def _remove_hooks(base: nn.Module, record: Installation) -> None:
-    """Remove all hooks of a plan, also those that came with a copy of a block, to which no handle refers."""
-    record.remove_hooks()
-    for module in base.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if _has_no_handle(hook)]:
-                del hooks[key]
-
-
-def _has_no_handle(hook: Any) -> bool:
-    """Whether a forward hook that is left when all handles are removed came with a copy of a block."""
-    function = getattr(hook, "func", hook)  # of a partial one
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, Boundaries):
-        return not owner.is_on  # the session that measures a step has their handles
-    return not isinstance(owner, Reminder) and str(function.__module__).startswith("hf_ckpt.")
+    was_enabled = record.enabled
+    record.undo_puts()
+    if was_enabled:  # else a plan in there is that of another model
+        _remove_copied(base)
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
@@ -195,6 +200,56 @@ def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
     if not record.enabled or len(functions.made) > functions.hooked:
         put_on(find_blocks(base), record)
         return
-    for name, module in record.blocks.items():
-        if record.regions.get(name) is not before.get(name):
-            switches.switch(module, record.regions.get(name), record.originals[name])
+    for name in record.blocks:
+        region = record.regions.get(name)
+        if region is not before.get(name):
+            record.switched[name].put(region)
+
+
+# --- copies of blocks -------------------------------------------------------------------------------------------------
+
+HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+"""Names of a module's dicts of forward hooks -> names of the dicts with their options."""
+
+
+def _remove_copied(base: nn.Module) -> None:
+    """Remove what no row knows: what came with copies of planned blocks, and with blocks of other models.
+
+    `deepcopy` of a block also copies its function, its flag and its hooks. They are all that hf_ckpt searches a model
+    for. The rows of its record must be undone.
+    """
+    for module in base.modules():
+        if isinstance(function_of(module), Region):
+            switches.write(module, {})
+        _remove_methods(base, module)
+        for kind, options in HOOKS.items():
+            hooks = vars(module)[kind]
+            for key in [key for key, hook in hooks.items() if _is_copied(hook)]:
+                for name in (kind, *options):
+                    vars(module)[name].pop(key, None)
+
+
+def _remove_methods(base: nn.Module, module: nn.Module) -> None:
+    """Give a module its own methods back."""
+    attributes = vars(module)
+    forward = attributes.get("forward")
+    if isinstance(forward, Instead):
+        before = [] if forward.before is None else [forward.before]
+        Put(module, "forward", forward, *before).undo()
+    elif isinstance(forward, HeadForward) and not forward.serves_another(base, module):
+        del attributes["forward"]
+    for name in (*compat.transformers.ENABLE_NAMES, *INPUT_GRADIENTS):
+        if isinstance(attributes.get(name), Skipped):
+            del attributes[name]
+
+
+def _is_copied(hook: Any) -> bool:
+    """Whether a forward hook that is left when all rows are undone came with a copy of a block."""
+    function = getattr(hook, "func", hook)  # of a partial one
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, Boundaries):
+        return not owner.is_on  # the session that measures a step has their handles
+    return not isinstance(owner, Reminder) and str(function.__module__).startswith("hf_ckpt.")

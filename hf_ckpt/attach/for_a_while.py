@@ -98,7 +98,7 @@ def temporarily(
     with paused(base), _inner_plans_aside(base):
         if before is not None:
             # Not what the model is like while the plan is paused.
-            vars(base)[RECORD] = Installation(spec, plan, decider=before.decider, originals=before.originals)
+            vars(base)[RECORD] = Installation(spec, plan, decider=before.decider)
         try:
             record = attach(blocks, spec, plan, decider)
             record.unchecked = True

@@ -6,16 +6,15 @@ copy.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.attach.puts import Weak
 from hf_ckpt.attach.record import RECORD, Installation
 from hf_ckpt.engines.head.logits import Logits, chunked, why_whole
 from hf_ckpt.logs import warn_once
@@ -28,24 +27,8 @@ def is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-class ModelHook:
-    """Base of the callables that are attributes or hooks of a model.
-
-    It refers to modules weakly, so that the model can be freed. A copied or unpickled model gets a copy of the hook
-    that refers to the new model.
-
-    Args:
-        arguments: arguments of the hook. The first one is the model.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        # A module holds its hooks, so a hook that held the module would be a cycle, which only the garbage collector
-        # frees: a script that loads the next model would have both in memory.
-        self._held = tuple(weakref.ref(value) if isinstance(value, nn.Module) else value for value in arguments)
-
-    def arguments(self) -> list[Any]:
-        """Return the arguments; a module that no longer exists is None."""
-        return [value() if isinstance(value, weakref.ref) else value for value in self._held]
+class ModelHook(Weak):
+    """Base of the callables that are attributes or hooks of a model. The first of its arguments is the model."""
 
     @property
     def base(self) -> compat.transformers.PreTrainedModel:
@@ -60,18 +43,6 @@ class ModelHook:
         record: Installation | None = getattr(self._held[0](), RECORD, None)
         return record
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # deepcopy enters a module into `memo` before it copies what the module holds. A part that is copied by itself
-        # keeps the hook of its model.
-        parts = (
-            memo.get(id(part), part) if isinstance(part, nn.Module) else copy.deepcopy(part, memo)
-            for part in self.arguments()
-        )
-        return type(self)(*parts)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(self.arguments())  # weak references cannot be pickled
-
 
 class Instead(ModelHook):
     """The `forward` of a module that an engine replaces.
@@ -83,26 +54,48 @@ class Instead(ModelHook):
         before: what something else had put in the forward's place before, such as Liger's kernels; None if nothing.
     """
 
+    @property
+    def before(self) -> Any:
+        """What was in its place before; None if nothing."""
+        return self._held[3]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         _, module, function, before = self.arguments()
         return function(module, before or functools.partial(type(module).forward, module), *args, **kwargs)
 
 
-class Skipped:
+INPUT_GRADIENTS = ("enable_input_require_grads", "disable_input_require_grads")
+"""Methods of a model that add hooks to its embeddings, and remove them."""
+
+
+class Skipped(ModelHook):
     """Replaces a method while a plan is enabled, and does nothing.
 
     Such methods are `enable_input_require_grads` and its counterpart, because non-reentrant checkpointing needs no
     input that requires gradients; and the enable methods of models inside the planned one, which would replace the
     functions of its blocks. sentence-transformers, for example, calls the enable method of every module of a model.
+
+    Args:
+        base: the model with the plan.
+        module: the model whose method it is: `base`, or one inside it.
+        name: the name of the method.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the plan is enabled, and the model is still a part of the planned one; a copy of a part is none."""
+        base, module, _ = self.arguments()
+        record = self.record
+        return record is not None and record.enabled and any(part is module for part in base.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Log that nothing is done."""
-        log.info("%s() does nothing while a plan of hf_ckpt is enabled.", self.name)
+        _, module, name = self.arguments()
+        if self.is_in_force:
+            log.info("%s() does nothing while a plan of hf_ckpt is enabled.", name)
+        else:
+            getattr(type(module), name)(module, *args, **kwargs)
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
@@ -140,13 +133,23 @@ class HeadForward(ModelHook):
     stays: bool | None = None
     """Whether the model's parameters stay on their device, unsharded; None before the first training forward."""
 
+    def serves_another(self, base: nn.Module, module: nn.Module) -> bool:
+        """Whether the head is shared with another model than `base`, whose plan is enabled."""
+        if self.base is base or self.record is None or not self.record.enabled:
+            return False
+        return any(part is module for part in self.base.modules())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""
         _, head = self.arguments()
         record = self.record
         # Of the class: the instance's `forward` is this hook.
         run = functools.partial(type(head).forward, head)
-        if record is None or not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
+        if (
+            record is None or not record.enabled
+        ):  # something else has put this hook inside its own, and outlives the plan
+            return run(*args, **kwargs)
+        if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
         if compat.torch.is_compiling():  # the compiler decides what its graph keeps
             record.heads.last = IN_GRAPH

@@ -41,7 +41,7 @@ def remind(base: nn.Module, record: Installation) -> None:
     if record.waits:
         text = "hf_ckpt is installed on %s, but not enabled: call model.%s(), or pass %s=True to TrainingArguments."
         warn_once(log, text, type(base).__name__, compat.transformers.ENABLE_NAMES[-1], compat.transformers.FLAG_NAME)
-        record.remove_hooks()
+        record.undo_puts()
 
 
 class Reminder(ModelHook):
@@ -103,7 +103,7 @@ class PassHook(ModelHook):
             return self._without_cache(module, args, kwargs)
         if record is None or not record.enabled:
             return None
-        handles = record.handles
+        puts = record.puts
         # Compared without a call, because it happens in every forward.
         if record.children != record.children_before and record.decider is not None:
             record.decider.changed(self.base, record)
@@ -119,7 +119,7 @@ class PassHook(ModelHook):
         if record.enter(module):
             for step in STEPS_OF_A_BATCH:
                 step(batch)
-        if record.handles is not handles:  # a plan was put on, and with it another hook in the place of this one
+        if record.puts is not puts:  # a plan was put on, and with it another hook in the place of this one
             hooks = module._forward_pre_hooks.values()
             batch.hook = next((hook for hook in hooks if isinstance(hook, PassHook)), self)
         if batch.hook.place.blocks:

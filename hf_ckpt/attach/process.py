@@ -22,7 +22,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.attach import EnableHook, detach
 from hf_ckpt.attach.hooks import Skipped, is_trained
 from hf_ckpt.attach.record import RECORD, Installation, record_on
-from hf_ckpt.attach.switches import carriers, is_on
+from hf_ckpt.attach.switches import is_on
 from hf_ckpt.errors import HfCkptError, NoBlocksError
 from hf_ckpt.logs import tell, warn_once
 from hf_ckpt.models.blocks import outermost_models
@@ -103,7 +103,8 @@ class ProcessHooks(Replaced):
 
         Raises what `install` and the enable hook raise (such as `SpecError`); a model that had no record then has none.
         """
-        if isinstance(vars(base).get(compat.transformers.ENABLE_NAMES[0]), Skipped):
+        method = vars(base).get(compat.transformers.ENABLE_NAMES[0])
+        if isinstance(method, Skipped) and method.is_in_force:
             return  # a part of a model whose plan is enabled: its own plan would replace functions of that one
         is_new = record_on(base) is None
         if is_new:  # a record that exists was asked for after these hooks
@@ -162,9 +163,7 @@ def install_on_enabled(install: Callable[[nn.Module], object]) -> None:
     parts = {id(part) for model in models for part in model.modules() if part is not model}
     for model in models:
         record = record_on(model)
-        is_ours = (
-            any(map(is_on, carriers(dict(model.named_modules())).values())) if record is None else record.is_of_process
-        )
+        is_ours = is_on(*model.modules()) if record is None else record.is_of_process
         if id(model) in parts or not is_ours:
             continue
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -10,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from hf_ckpt.attach.switches import Values
+from hf_ckpt.attach.puts import Row, undo
+from hf_ckpt.attach.switches import Switched
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.region import RebuildRegion
@@ -104,8 +105,11 @@ class Functions:
         """(name of a block, its action) -> its function, for all plans so far."""
         self.hooked = 0
         """How many of `made` existed when the hooks that their engines need were last registered."""
+
+    @functools.cached_property
+    def _mover(self) -> Mover:
         # One for all plans of the model, because it counts the host memory in use against `host_budget`.
-        self._mover = Mover(spec.host_budget)
+        return Mover(self.spec.host_budget)
 
     def of(self, plan: Plan) -> Regions:
         """Return the function of every block whose action is not `keep`, and make those that do not exist yet."""
@@ -196,12 +200,13 @@ class Installation:
     """The spec and the plan that were last logged, the plan in words."""
 
     # How to restore the model.
-    originals: dict[str, Values] = dataclasses.field(default_factory=dict)
-    """Module name -> its attributes before installation, as from `switches.read`."""
-    handles: list[RemovableHandle] = dataclasses.field(default_factory=list)
-    """Handles of the hooks that were registered with torch when the plan was enabled; before that, of `Reminder`s."""
-    input_gradient_hooks: int = 0
-    """How many hooks that make the embeddings' output require gradients were removed when the plan was enabled."""
+    installed: list[Row] = dataclasses.field(default_factory=list)
+    """What is on the model until the record is removed, in order."""
+    puts: list[Row] = dataclasses.field(default_factory=list)
+    """What is on the model while the plan is enabled, in order; before that, the hooks that remind of it. Another list
+    for each time that the plan was put on."""
+    switched: dict[str, Switched] = dataclasses.field(default_factory=dict)
+    """Name of a module with a checkpointing flag -> its row in `puts`."""
 
     # On the blocks. A copy of the model gets copies of these functions, so that its counts are its own.
     functions: Functions = dataclasses.field(default_factory=lambda: Functions(Spec()))
@@ -257,7 +262,7 @@ class Installation:
     @property
     def waits(self) -> bool:
         """Whether the plan would do something, but was never enabled, and nobody was told so far."""
-        return bool(self.handles) and not self.enabled and (self.plan.head != "whole" or bool(self.plan.active()))
+        return bool(self.puts) and not self.enabled and (self.plan.head != "whole" or bool(self.plan.active()))
 
     def enter(self, module: nn.Module) -> bool:
         """Record that the training forward of `module` begins. Returns whether it is the outermost."""
@@ -274,19 +279,38 @@ class Installation:
             self.outermost = None
         return was_outermost
 
-    def remove_hooks(self) -> None:
-        """Remove all hooks that were registered with torch."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+    def undo_puts(self) -> None:
+        """Remove from the model what is on it while the plan is enabled. The plan is off then."""
+        undo(self.puts)
+        self.puts = []
+        self.switched = {}
+        self.enabled = False
+        self.blocks = {}
+        self.children = []
+        self.children_before = []
 
-    def begin_anew(self) -> None:
-        """Forget what was measured, found and counted under another spec, or on other blocks."""
+    def adopt(self, spec: Spec, plan: Plan) -> None:
+        """Make `plan` the one that is enabled next, with new functions that count from 0.
+
+        If a plan is enabled, this one must be put on before the next forward.
+        """
+        self.end_session()
+        self.spec = spec
+        self.plan = self.avoiding(plan)
+        self.tightened = None
+        self.begin_anew()
+
+    def end_session(self) -> None:
+        """End the measurements and checks of this run."""
         if self.session is not None:
             self.session.stop(self)
             self.session.close()
         self.session = None
         self.watch = None
+
+    def begin_anew(self) -> None:
+        """Forget what was measured, found and counted under another spec, or on other blocks."""
+        self.end_session()
         self.heads = ChunkCalls()
         self.functions = Functions(self.spec)
         self.regions = self.functions.of(self.plan)

@@ -1,7 +1,7 @@
 """The attributes by which transformers switches checkpointing on a module: a flag, and the function to call.
 
-hf_ckpt gives each planned block its own function, and a flag that is on while gradients are recorded. A block is
-restored by `write`, with what `read` returned before.
+hf_ckpt gives each planned block its own function, and a flag that is on while gradients are recorded. A `Switched` is
+the row that undoes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.attach.puts import Weak
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region
 
@@ -44,32 +45,21 @@ Values = Mapping[str, object]
 """Name -> value, for those of `FLAG`, `FUNCTION` and `KEEPS_CACHE` that a module has itself, not by its class."""
 
 
-def carriers(named: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return those of some modules that have a checkpointing flag: blocks, and also stacks and T5's attentions."""
-    return {name: module for name, module in named.items() if hasattr(module, FLAG)}
-
-
 def function_of(module: nn.Module) -> object:
     """Return a block's own checkpointing function, even while a check replaces it; None if it has none."""
     function = vars(module).get(FUNCTION)
     return function.function if isinstance(function, Check) else function
 
 
-def is_on(module: nn.Module) -> bool:
-    """Return whether a module's flag is on in a training forward."""
+def is_on(*modules: nn.Module) -> bool:
+    """Return whether the flag of any of these modules is on in a training forward."""
     with torch.enable_grad():  # hf_ckpt's flag is true only then
-        return bool(getattr(module, FLAG))
+        return any(getattr(module, FLAG, False) for module in modules)
 
 
 def read(module: nn.Module) -> dict[str, object]:
     """Return the module's own `FLAG`, `FUNCTION` and `KEEPS_CACHE`, without those of its class."""
     return {name: vars(module)[name] for name in (FLAG, FUNCTION, KEEPS_CACHE) if name in vars(module)}
-
-
-def original(module: nn.Module) -> Values:
-    """Return what `read` returns for a module that is not planned yet."""
-    # A copy of a planned block has the values that hf_ckpt has set on the block.
-    return {} if isinstance(function_of(module), Region) else read(module)
 
 
 def write(module: nn.Module, values: Values) -> None:
@@ -85,19 +75,45 @@ def write(module: nn.Module, values: Values) -> None:
             vars(module).pop(name, None)
 
 
-def switch(module: nn.Module, region: Region | None, before: Values) -> None:
-    """Let a block call `region` while gradients are recorded; without one, `switch_off`."""
-    if region is None:
-        switch_off(module, before)
-        return
-    values = {**before, FLAG: GATE, FUNCTION: region}
-    if region.takes_caches:  # the layer drops caches before it calls the function, unless the block may keep them
-        values[KEEPS_CACHE] = True
-    write(module, values)
-
-
-def switch_off(module: nn.Module, before: Values) -> None:
-    """Restore a module's attributes from `before`, and then switch the flag off if it is still on."""
-    write(module, before)
-    if getattr(module, FLAG):  # something had enabled checkpointing before hf_ckpt was installed
+def switch_off(module: nn.Module) -> None:
+    """Switch a module's flag off if it is on."""
+    if getattr(module, FLAG):
         setattr(module, FLAG, False)
+
+
+class Switched(Weak):
+    """The attributes of a module, as they were before hf_ckpt set them.
+
+    Args:
+        module: the module.
+        before: its attributes before, as from `read`.
+        region: the function that it calls while gradients are recorded; None without one.
+    """
+
+    def __init__(self, module: nn.Module | None, before: Values, region: Region | None = None) -> None:
+        super().__init__(module, before)
+        self.region = region
+
+    def arguments(self) -> list[Any]:
+        """Return the arguments; a module that no longer exists is None."""
+        return [*super().arguments(), self.region]
+
+    def put(self, region: Region | None) -> None:
+        """Let the module call another function from now on; none with None."""
+        self.region = region
+        module, before = self._held
+        values = before
+        if region is not None:
+            values = {**before, FLAG: GATE, FUNCTION: region}
+            if region.takes_caches:  # else the layer drops caches before it calls the function
+                values[KEEPS_CACHE] = True
+        write(module(), values)
+
+    def undo(self) -> None:
+        """Restore the attributes, unless the module has the function of another model's plan."""
+        module, before, region = self.arguments()
+        if module is None:
+            return
+        function = function_of(module)
+        if function is region or not isinstance(function, Region):
+            write(module, before)

@@ -76,8 +76,8 @@ def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any
     import transformers
 
     from hf_ckpt import compat
+    from hf_ckpt.models.blocks import vocabulary_head
     from hf_ckpt.models.families import refuse_long
-    from hf_ckpt.models.parts import vocabulary_head
     from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32

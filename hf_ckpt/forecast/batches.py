@@ -14,7 +14,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
 from hf_ckpt.forecast.question import DTYPE_NAMES, Question
-from hf_ckpt.models.parts import vocabulary_head
+from hf_ckpt.models.blocks import vocabulary_head
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 """Names of the types that weights and autocast may have."""

@@ -29,9 +29,8 @@ from hf_ckpt.errors import HfCkptError, reason_of, shown
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN
 from hf_ckpt.forecast.quantised import EightBitLinear, QuantisedLinear, quantise
 from hf_ckpt.forecast.question import PRESETS, Question
-from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks, plain_modules
+from hf_ckpt.models.blocks import FoundBlocks, base_model, find_blocks
 from hf_ckpt.models.families import depth_keys
-from hf_ckpt.models.parts import frozen_prefix
 from hf_ckpt.spec.plan import Block
 
 
@@ -123,7 +122,7 @@ def shallow_model(training: Question, config: Any = None) -> ShallowModel:
 def _cut(model: nn.Module) -> dict[Block, str]:
     """Leave only the blocks of a model that stand for others. Returns the `likes` of the shallow model."""
     all_blocks = find_blocks(model)
-    frozen = set(frozen_prefix(all_blocks))
+    frozen = set(all_blocks.frozen)
     likes: dict[Block, str] = {}
     for stack in _stacks(all_blocks):
         # Blocks below all that is trained have no backward, so they need other memory than their like.
@@ -173,8 +172,7 @@ class _Stack:
 
 
 def _stacks(all_blocks: FoundBlocks) -> list[_Stack]:
-    lists = dict(plain_modules(all_blocks.base))
-    return [_Stack(all_blocks, name, lists) for name in all_blocks.runners]
+    return [_Stack(all_blocks, name, all_blocks.named) for name in all_blocks.runners]
 
 
 @contextlib.contextmanager
@@ -247,9 +245,8 @@ def _on_fakes(model: nn.Module, likes: Mapping[Block, str]) -> ShallowModel:
         if getattr(config, "use_cache", False):
             config.use_cache = False  # caches know layers by their numbers in the real model
     of_blocks = {id(parameter) for block in all_blocks.modules.values() for parameter in block.parameters()}
-    modules = dict(plain_modules(all_blocks.base))
     outside = _sizes(parameter for parameter in model.parameters() if id(parameter) not in of_blocks)
-    inside = tuple(_sizes(modules[name].parameters()) for name in likes.values())
+    inside = tuple(_sizes(all_blocks.named[name].parameters()) for name in likes.values())
     return ShallowModel(fake, all_blocks.base, likes, outside, inside)
 
 

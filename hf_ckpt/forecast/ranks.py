@@ -50,7 +50,7 @@ from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.model import ShallowModel, TensorSize, nbytes
 from hf_ckpt.forecast.question import Question
-from hf_ckpt.models.parts import vocabulary_head
+from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.spec.actions import FULL
 
 

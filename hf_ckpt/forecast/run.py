@@ -35,9 +35,8 @@ from hf_ckpt.forecast.question import COSTS, MODEL, STEP, Question
 from hf_ckpt.forecast.ranks import on_a_rank
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Levels, step_of
-from hf_ckpt.models.blocks import find_blocks
+from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import refuse_long
-from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, planned_actions
 from hf_ckpt.spec.plan import Block, Plan
 

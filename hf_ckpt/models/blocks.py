@@ -7,6 +7,7 @@ models, and return names without the parts that wrappers add.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
@@ -36,6 +37,40 @@ class FoundBlocks:
     """Every module of the base model, by its name without the segments that wrappers add."""
     outer: nn.Module
     """The model as it was given, in its wrappers."""
+
+    @functools.cached_property
+    def head(self) -> nn.Module | None:
+        """The projection onto the vocabulary; None for models without one, such as classifiers."""
+        return vocabulary_head(self.base)
+
+    @functools.cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of the blocks below the first trainable parameter; autograd saves nothing in them.
+
+        Parameters count in the order of their registration, which for these models is the order of their use.
+        """
+        # By id, because `==` of tensors compares values.
+        inside = {id(parameter) for parameter in self.base.parameters()}
+        if any(parameter.requires_grad and id(parameter) not in inside for parameter in self.outer.parameters()):
+            return ()  # something outside passes trained inputs to the base model, such as prompt tuning
+        parameters = {plain_name(name): parameter for name, parameter in self.base.named_parameters()}
+        below: set[str] = set()
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                break
+            below.add(name)
+        frozen: list[str] = []
+        for block in self.blocks:
+            names = {name for name in parameters if name.startswith(f"{block.name}.")}
+            if names and names <= below:  # a block without parameters may come anywhere
+                frozen.append(block.name)
+        return tuple(frozen)
+
+    @functools.cached_property
+    def carriers(self) -> dict[str, nn.Module]:
+        """The modules with a checkpointing flag, by name: blocks, and also stacks and T5's attentions."""
+        flag, _ = compat.transformers.SWITCHES
+        return {name: module for name, module in self.named.items() if hasattr(module, flag)}
 
     @property
     def class_name(self) -> str:
@@ -67,6 +102,12 @@ def base_model(model: nn.Module) -> compat.transformers.PreTrainedModel:
     raise NoBlocksError(f"{type(model).__name__} is not a Hugging Face PreTrainedModel and contains none. {_known()}")
 
 
+def vocabulary_head(base: nn.Module) -> nn.Module | None:
+    """Return a model's projection onto the vocabulary; None for models without one, such as classifiers."""
+    head = getattr(base, "get_output_embeddings", lambda: None)()
+    return head if isinstance(head, nn.Module) else None
+
+
 def find_blocks(model: nn.Module) -> FoundBlocks:
     """Return the blocks of a model: its repeated transformer layers.
 
@@ -86,13 +127,18 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
     """
     base = base_model(model)
     row = family_of(base.config)
-    refuse_other_owner(base)
-    named = dict(plain_modules(base))  # plain names lose wrappers, so `get_submodule` would not find them
+    named: dict[str, nn.Module] = {}
     containers: dict[str, dict[str, nn.Module]] = {}
     """Path of a list of blocks -> path of a block -> block."""
-    for wrapped_name, module in outermost(base, _is_block):
+    last = ""
+    for wrapped_name, module in base.named_modules():  # parts of a module follow it directly
         name = plain_name(wrapped_name)
-        containers.setdefault(name.rpartition(".")[0], {})[name] = module
+        named[name] = module  # a wrapper and the module in it have the same name; the innermost comes last
+        if _is_block(module):
+            _refuse_wrapped(wrapped_name)
+            if wrapped_name and not wrapped_name.startswith(f"{last}."):  # not inside another block
+                last = wrapped_name
+                containers.setdefault(name.rpartition(".")[0], {})[name] = module
     if not containers:
         model_type = str(getattr(base.config, "model_type", ""))
         raise NoBlocksError(
@@ -145,14 +191,6 @@ def _stack_name(container: str, containers: Collection[str], row: Family | None)
     return container or "blocks"
 
 
-def plain_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with its qualified name, without the segments that wrappers add.
-
-    A wrapper and the module in it then have the same name; only the innermost, which comes last, is yielded.
-    """
-    yield from {plain_name(name): module for name, module in base.named_modules()}.items()
-
-
 def _names_around(name: str) -> Iterator[str]:
     """Yield the names of the modules that hold a module, from the base model inwards."""
     yield ""
@@ -169,11 +207,17 @@ def plain_name(name: str) -> str:
 def refuse_other_owner(model: nn.Module) -> None:
     """Raise `OwnerConflictError` if torch's checkpoint wrapper is around a block of `model`."""
     for name, module in model.named_modules():
-        if _is_block(module) and compat.distributed.FOREIGN_OWNER_SEGMENT in name.split("."):
-            raise OwnerConflictError(
-                f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
-                "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
-            )
+        if _is_block(module):
+            _refuse_wrapped(name)
+
+
+def _refuse_wrapped(name: str) -> None:
+    """Raise `OwnerConflictError` if torch's checkpoint wrapper is around the block of this name."""
+    if compat.distributed.FOREIGN_OWNER_SEGMENT in name.split("."):
+        raise OwnerConflictError(
+            f"block {name!r} is already wrapped by torch's checkpoint wrapper, most likely by "
+            "`activation_checkpointing: true` in the FSDP settings. Set it to false: checkpointing needs one owner."
+        )
 
 
 def outermost_models(model: nn.Module) -> Iterator[compat.transformers.PreTrainedModel]:

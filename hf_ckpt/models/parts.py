@@ -1,4 +1,4 @@
-"""Find parts of a model: its frozen blocks, its head, and modules inside blocks that engines treat by themselves."""
+"""Find modules inside blocks that engines treat by themselves."""
 
 from __future__ import annotations
 
@@ -10,39 +10,8 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.models.blocks import FoundBlocks, outermost, plain_name
+from hf_ckpt.models.blocks import FoundBlocks, outermost
 from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES
-
-
-def frozen_prefix(blocks: FoundBlocks) -> tuple[str, ...]:
-    """Return the names of the blocks below the first trainable parameter of a model; autograd saves nothing in them.
-
-    Parameters count in the order of their registration, which for these models is the order of their use.
-    """
-    inside = {id(parameter) for parameter in blocks.base.parameters()}  # by id, because `==` of tensors compares values
-    if any(parameter.requires_grad and id(parameter) not in inside for parameter in blocks.outer.parameters()):
-        return ()  # something outside passes trained inputs to the base model, such as prompt tuning
-    parameters = {plain_name(name): parameter for name, parameter in blocks.base.named_parameters()}
-    below: set[str] = set()
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            break
-        below.add(name)
-    frozen: list[str] = []
-    for block in blocks.blocks:
-        names = {name for name in parameters if name.startswith(f"{block.name}.")}
-        if names and names <= below:  # a block without parameters may come anywhere
-            frozen.append(block.name)
-    return tuple(frozen)
-
-
-def vocabulary_head(base: nn.Module) -> nn.Module | None:
-    """Return a model's projection onto the vocabulary; None for models without one, such as classifiers."""
-    head = getattr(base, "get_output_embeddings", lambda: None)()
-    return head if isinstance(head, nn.Module) else None
-
-
-# --- inside blocks ----------------------------------------------------------------------------------------------------
 
 
 def cheap_modules(blocks: FoundBlocks, names: Collection[str]) -> tuple[nn.Module, ...]:

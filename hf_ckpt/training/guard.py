@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.attach import adopt, spec_of
+from hf_ckpt.attach.attach import spec_of
 from hf_ckpt.attach.described import describe
 from hf_ckpt.attach.enable import put_on
 from hf_ckpt.attach.process import Replaced
@@ -39,7 +39,6 @@ from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.spec import Spec
@@ -102,7 +101,7 @@ class OomGuard:
         """Whether there were gradients before the first micro-step, which cannot be computed again."""
         record = installation(model)
         if record is not None and record.waits:  # on purpose, until memory runs out
-            record.remove_hooks()
+            record.undo_puts()
 
     def __call__(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `step(*args, **kwargs)`, retry it if it runs out of memory, and return its result.
@@ -356,7 +355,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     limit = None if record.session is None else record.session.lower_limit()
     if limit is not None:
         return limit
-    head = None if exact else vocabulary_head(base)
+    head = None if exact else blocks.head
     # As `attach` refuses it: a replaced `forward` may compute more. FSDP frees the head's weight between calls.
     chunks = head is not None and "forward" not in vars(head) and compat.distributed.parameters_stay(base)
     has_host_memory = lane_of(next(base.parameters()).device) is not None
@@ -364,7 +363,7 @@ def tighten(model: nn.Module, *, exact: bool = False) -> str | None:
     if tighter is None:
         return None
     plan, change = tighter
-    adopt(blocks, record, spec_of(plan, record.spec), plan)
+    record.adopt(spec_of(plan, record.spec), plan)
     record.tightened = user_spec
     put_on(blocks, record)
     return change

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,6 @@ from hf_ckpt.attach.record import Installation, installation, record_on
 from hf_ckpt.errors import NoBlocksError, PlanMismatchError, SpecError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
-from hf_ckpt.models.parts import vocabulary_head
 from hf_ckpt.planner.policies import fit_plan, make_plan, parse_for
 from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.spec.description import Description
@@ -124,14 +123,16 @@ def install_on(blocks: FoundBlocks, spec: SpecLike | Plan) -> Installation:
     """
     record = record_on(blocks.base)
     if record is None or spec is not None:
-        record = attach(blocks, *decide(blocks, spec), DECIDER)
+        parsed, plan = decide(blocks, spec)
+        record = attach(blocks, parsed, plan, DECIDER)
         if record.enabled:
             tell_plan(blocks.base, record)
     return record
 
 
-def _plan_of(blocks: FoundBlocks, spec: Spec) -> Plan:
-    return make_plan(spec, blocks.blocks, blocks.family, blocks.class_name)
+def _plans(blocks: FoundBlocks) -> Callable[[Spec], Plan]:
+    """Return what makes the plan of a spec for these blocks."""
+    return functools.partial(make_plan, blocks=blocks.blocks, family=blocks.family, model=blocks.class_name)
 
 
 def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
@@ -140,24 +141,21 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
     Raises `SpecError` if the spec is invalid or does not fit the blocks, and `PlanMismatchError` for a plan of another
     model.
     """
+    plan_of = _plans(blocks)
     if isinstance(spec, Plan):
+        parsed = Spec(plan=GIVEN_PLAN)
         plan = fit_plan(spec, blocks.blocks, blocks.family, blocks.class_name)
-        return Spec(plan=GIVEN_PLAN), _with_head_of(blocks, plan)
-    parsed = parse_for(lambda: Spec.parse(spec), functools.partial(_plan_of, blocks))
-    plan = _plan_of(blocks, parsed)
+    else:
+        parsed = parse_for(lambda: Spec.parse(spec), plan_of)
+        plan = plan_of(parsed)
     longest = 1 + max(block.index for block in blocks.blocks)
     if parsed.every_n_layers > longest:
         text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
         warn_once(log, text, parsed.every_n_layers, blocks.class_name, longest)
-    return parsed, _with_head_of(blocks, plan)
-
-
-def _with_head_of(blocks: FoundBlocks, plan: Plan) -> Plan:
-    """Return the plan without chunks of a head, if the model has no head to run in chunks, and warn of that once."""
-    if plan.head == "whole" or vocabulary_head(blocks.base) is not None:
-        return plan
-    warn_whole(blocks.base, "it has no projection onto a vocabulary")
-    return dataclasses.replace(plan, head="whole")
+    if plan.head != "whole" and blocks.head is None:
+        warn_whole(blocks.base, "it has no projection onto a vocabulary")
+        plan = dataclasses.replace(plan, head="whole")
+    return parsed, plan
 
 
 class Decider:
@@ -172,7 +170,7 @@ class Decider:
         has_same_blocks = {block.name for block, _ in record.plan.actions} == blocks.modules.keys()
         # The guard's plan is none for layers that were added or dropped since.
         before = record.spec if user_spec is None or has_same_blocks else user_spec
-        spec = parse_for(lambda: before.updated(options), functools.partial(_plan_of, blocks))
+        spec = parse_for(lambda: before.updated(options), _plans(blocks))
         # TRL enables a model again after each generation, and a Trainer in each `train`.
         if has_same_blocks and (
             spec == record.spec or (user_spec is not None and user_spec.updated(options) == user_spec)

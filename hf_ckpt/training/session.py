@@ -64,8 +64,7 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import this_device
 from hf_ckpt.logs import tell
 from hf_ckpt.measure.levels import DeviceClock, Levels, as_held, reader_for, saves_nothing, step_of
-from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.parts import vocabulary_head
+from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.planner import policies
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.spec.actions import COMPILED, FULL, Action, planned_actions

@@ -17,7 +17,7 @@ from torch.nn import functional
 import hf_ckpt
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import ChangedBlockError
-from hf_ckpt.models.parts import vocabulary_head
+from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.models.tiny import VOCABULARY, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
