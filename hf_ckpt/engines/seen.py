@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -63,6 +63,7 @@ def refuse(seen: Seen, block: str, name: str) -> NoReturn:
     raise ChangedBlockError(block, f"{name} was overwritten")
 
 
+@final
 class Kept(Seen):
     """What autograd holds in place of a saved tensor that stays: the tensor without its graph, and its block.
 
@@ -76,11 +77,13 @@ class Kept(Seen):
     """
 
     __slots__ = ("block",)
-    root: ClassVar[None] = None
-    """The value whose uses `rebuild.values` counts; None, because this one is held for as long as the graph."""
 
     def __init__(self, tensor: torch.Tensor, block: str, *, address: bool = False) -> None:
-        super().__init__(tensor if tensor.grad_fn is None else tensor.detach(), address=address)
+        # As `Seen`, without the call.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.address = tensor.data_ptr() if address and type(tensor) is nn.Parameter else 0
+        self.trained = tensor.requires_grad
         self.block = block
 
     def value(self) -> torch.Tensor:

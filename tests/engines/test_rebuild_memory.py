@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
 from hf_ckpt.engines.rebuild import names
+from hf_ckpt.engines.rebuild.graph import Graph
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -180,8 +180,8 @@ def test_what_full_selective_leaves_is_what_full_leaves(family):
 @each_family
 def test_what_was_learned_of_a_block_ends_with_its_structure(family, monkeypatch):
     """Later forwards do not retry what could not be rebuilt. A changed block drops as much as a fresh one."""
-    make, failed = Tape._make, []
-    monkeypatch.setattr(Tape, "_make", lambda *args: make(*args) or failed.append(args))
+    make, failed = Graph.make, []
+    monkeypatch.setattr(Graph, "make", lambda *args: make(*args) or failed.append(args))
     (_, model), (_, fresh) = plain_and_ours(family), plain_and_ours(family)
     step(model, tiny_batch(family))
     assert failed

@@ -6,8 +6,8 @@ from torch import nn
 
 import hf_ckpt
 from helpers.steps import assert_same, planned
+from hf_ckpt.engines.rebuild.modules import enter_module, leave_module
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.engines.rebuild.tape import enter_module, leave_module
 from hf_ckpt.models.tiny import FAMILIES, tiny_model
 
 SAVES = (["linear", "attention"], ["attention"], ["linear"])

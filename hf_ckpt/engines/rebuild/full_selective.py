@@ -16,8 +16,10 @@ import torch
 from hf_ckpt import compat
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
+from hf_ckpt.engines.rebuild.replay import Inside
 from hf_ckpt.engines.rebuild.tape import Tape
-from hf_ckpt.engines.rebuild.values import Inside, Value, unpack
+from hf_ckpt.engines.rebuild.unpacking import unpack
+from hf_ckpt.engines.rebuild.values import Value, View
 from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.seen import Kept
 
@@ -97,7 +99,8 @@ class Rebuilding:
             def pack(tensor: torch.Tensor) -> Value | Inside:
                 value = tape.pack(tensor)
                 if type(value) is not Kept:
-                    sizes[id(value.root or value)] = tensor.untyped_storage().nbytes()
+                    shared = value.root if type(value) is View else value
+                    sizes[id(shared or value)] = tensor.untyped_storage().nbytes()
                     # An expanded number: no memory, but the shape and type that torch's checkpoint compares.
                     tensor = tensor.new_empty(()).expand(tensor.shape)
                     vars(tensor)[_VALUE] = value

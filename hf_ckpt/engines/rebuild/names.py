@@ -17,9 +17,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_ckpt import compat
+from hf_ckpt.engines.rebuild.graph import Graph
 from hf_ckpt.engines.rebuild.ops import ATTENTION, OPS, VIEW
-from hf_ckpt.engines.rebuild.tape import Tape
-from hf_ckpt.engines.rebuild.values import Inside, Rebuilt, Replay, Stored, View, read
+from hf_ckpt.engines.rebuild.replay import Inside, Replay
+from hf_ckpt.engines.rebuild.unpacking import read
+from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, View
 from hf_ckpt.engines.seen import Kept
 from hf_ckpt.logs import warn_once
 
@@ -40,12 +42,12 @@ class Names:
 
     Args:
         block: the block.
-        tape: that of the forward.
+        graph: the values that the forward finds.
         hidden: the block's input hidden states.
     """
 
-    def __init__(self, block: nn.Module | None, tape: Tape, hidden: Any) -> None:
-        self._tape = tape
+    def __init__(self, block: nn.Module | None, graph: Graph, hidden: Any) -> None:
+        self._graph = graph
         self._hidden = getattr(hidden, "grad_fn", None)
         modules = [] if block is None else [(name, module) for name, module in block.named_modules() if name]
         paths = {_WRAPPERS.sub("", name): module for name, module in modules if not module._modules}
@@ -59,8 +61,8 @@ class Names:
         self._known: dict[Any, list[str]] = {}
 
     def values(self) -> Iterable[tuple[tuple[Any, int], Any]]:
-        """Yield the edges of the graph that the tape has seen, and their values."""
-        return self._tape.values.items()
+        """Yield the edges of the graph that have been seen, and their values."""
+        return self._graph.values.items()
 
     def of_module(self, module: nn.Module) -> str:
         """Return the name of a module of the block."""
@@ -97,7 +99,7 @@ class Names:
 
     def _source(self, node: Any) -> str | None:
         """Return the name of a node's result, if names of others are made from it; else None."""
-        if node._sequence_nr() < self._tape.first:
+        if node._sequence_nr() < self._graph.first:
             return "hidden_states" if node is self._hidden else "another input"
         row = OPS.get(node.name())
         owner = self._owner(node)
@@ -116,7 +118,7 @@ class Names:
             if inner is not None and _is_leaf(inner) and self.of_weight(inner.variable):
                 return self.of_weight(inner.variable)
         row = OPS.get(node.name())
-        for name in () if row is None or not self._tape.may_read(node) else row.saved_as:
+        for name in () if row is None or not self._graph.may_read(node) else row.saved_as:
             value = read(node, name) if name else None
             if isinstance(value, torch.Tensor) and self.of_weight(value):  # a frozen weight has no edge
                 return self.of_weight(value)

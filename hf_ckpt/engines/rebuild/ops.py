@@ -17,7 +17,9 @@ import torch
 from torch.nn import functional
 
 from hf_ckpt import compat
-from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, Strides, Value, View, read, strides_of
+from hf_ckpt.engines.rebuild.layouts import Strides
+from hf_ckpt.engines.rebuild.unpacking import read
+from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, Value, View
 from hf_ckpt.engines.seen import Kept
 
 LINEAR = "linear"
@@ -138,11 +140,10 @@ def _has_one_format(node: Any, number: int) -> bool:
     return len(node._input_metadata[number].shape) not in (4, 5)
 
 
-def strides_of_result(row: Op, node: Any, number: int, operands: Sequence[Value]) -> Strides:
-    """Return what is known of the strides of what an operation returns, from those of its operands."""
+def strides_of_result(row: Op, node: Any, number: int, of_operands: Strides) -> Strides:
+    """Return what is known of the strides of what an operation returns, from what is known of all its operands."""
     if row.strides is Strides.CONTIGUOUS:
         return Strides.CONTIGUOUS
-    of_operands = min(map(strides_of, operands))
     if row.strides is Strides.UNKNOWN:
         is_known = of_operands is Strides.CONTIGUOUS and _has_one_format(node, number)
         return Strides.CONTIGUOUS if is_known else Strides.UNKNOWN

@@ -20,10 +20,12 @@ import torch
 from hf_ckpt import compat
 from hf_ckpt.engines.full import CALLS_A_TRANSFORM, FullRegion
 from hf_ckpt.engines.host_memory import Mover
+from hf_ckpt.engines.rebuild.modules import enter_module, leave_module
 from hf_ckpt.engines.rebuild.names import Names, Recording, Saved
 from hf_ckpt.engines.rebuild.ops import ops_for
-from hf_ckpt.engines.rebuild.tape import Tape, enter_module, leave_module
-from hf_ckpt.engines.rebuild.values import Work, unpack
+from hf_ckpt.engines.rebuild.tape import Tape
+from hf_ckpt.engines.rebuild.unpacking import unpack
+from hf_ckpt.engines.rebuild.values import Work
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.running import running
 from hf_ckpt.engines.seen import look_at
@@ -68,6 +70,9 @@ class RebuildRegion(Region):
         forward; None before the first."""
         self.saved_tensors = 0
         """Number of tensors that autograd saved in the last forward."""
+        self.reads_parameters = True
+        """Whether operations may be rebuilt from parameters themselves, so that a forward has to look at their
+        versions first. Norms that run again as a whole look at their own."""
         self.dropped_sizes: dict[int, int] = {}
         """Id of a value -> bytes of the tensor that it rebuilds, in the last recomputation of `full+selective`."""
         self.saved: Saved | None = None
@@ -135,7 +140,7 @@ class RebuildRegion(Region):
         if self.parts_are_sharded is None:
             block = compat.transformers.module_of(fn)
             self.parts_are_sharded = block is not None and any(map(compat.distributed.is_sharded, block.children()))
-        tape = Tape(self, args, store, self._versions(fn))
+        tape = Tape(self, args, store, self._versions(fn) if self.reads_parameters else None)
         output = None
         pack, unpack_saved = hooks(tape)
         recording = self._recording(fn, args, tape) if describes else None
@@ -170,14 +175,18 @@ class RebuildRegion(Region):
         if self.saved is not None or not args or compat.torch.is_fake(args[0]):
             return None
         with compat.torch.without_torch_functions():  # a mode may refuse tensors that the block does not use
-            return Recording(Names(compat.transformers.module_of(fn), tape, args[0]))
+            return Recording(Names(compat.transformers.module_of(fn), tape.graph, args[0]))
 
     def _learn(self, tape: Tape) -> None:
         """Count what a forward has saved and dropped, and warn once if nothing can be rebuilt."""
+        is_first = not self.saved_tensors
+        saves_others = tape.saved != self.saved_tensors
+        misses_versions = tape.parameters.are_read and not self.reads_parameters
         # Another forward than the one before, for example in eval mode: places among the nodes are others, too.
-        if tape.saved != self.saved_tensors != 0:
+        if misses_versions or (saves_others and not is_first):
             self.hopeless.clear()
             self.weights = None
+        self.reads_parameters = tape.parameters.are_read or (self.reads_parameters and not tape.saved)
         self.saved_tensors = tape.saved
         self.dropped_tensors = tape.dropped
         if tape.saved and not tape.dropped:
