@@ -28,7 +28,7 @@ from hf_ckpt.costs.steps import Call, CallName, Needs, Step, needs_between, step
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.spec.actions import COMPILED, FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action
-from hf_ckpt.training.conditions import NEAR, Batch
+from hf_ckpt.training.batches import NEAR, Batch
 
 TIMED_STEPS = 2
 """Steps whose times are read. Blocks take turns with the actions in them, so that no action is timed in one place of

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
-from hf_ckpt.training.conditions import Batch
+from hf_ckpt.training.batches import Batch
 
 MOST_FAILURES = 8
 """After so many steps in a row that could not be measured, nothing more is measured."""
@@ -42,45 +42,33 @@ class Phase(enum.Enum):
 
 MEASURED = frozenset({Phase.MEASURE, Phase.TIME, Phase.RACE, Phase.CHECK})
 """Phases whose steps have their memory or time read."""
+TIMED = frozenset({Phase.TIME, Phase.RACE})
+"""Those whose steps have their time read, and no memory."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """What is known when a batch comes, as far as it decides what its step is for."""
+def phases_for(
+    *, is_warm: bool = True, failures: int = 0, has_plan: bool = False, is_checked: bool = False
+) -> tuple[Phase, ...]:
+    """Return what the next step may be for, in order: it is for the first in which something is left to do.
 
-    is_warm: bool = True
-    """Whether enough steps ran before the first measured one."""
-    failures: int = 0
-    """Steps in a row that could not be measured."""
-    has_plan: bool = False
-    """Whether a plan was made for the batch, or for one that covers it."""
-    is_checked: bool = False
-    """Whether a step under that plan was measured, or the plan is that of a larger batch."""
-    has_bytes: bool = False
-    """Whether the bytes of every action are known."""
-    has_times: bool = False
-    """Whether their times are known, or none can be timed within the budget."""
-    has_raced: bool = False
-    """Whether whole steps have decided between the plans that may be the fastest, or there is only one."""
+    To find out what is left to do takes long, and needs what the phases before have shown. So it is looked for in one
+    phase after the other. In the last one, there always is something to do.
 
-
-def phase_of(progress: Progress) -> Phase:
-    """Return what the next step is for: the first of these that is still to be done."""
-    gave_up = progress.failures >= MOST_FAILURES
-    if not progress.is_warm:
-        return Phase.WARM_UP
+    Args:
+        is_warm: whether enough steps ran before the first measured one.
+        failures: steps in a row that could not be measured.
+        has_plan: whether a plan was made for the batch, or for one that covers it.
+        is_checked: whether a step under that plan was measured, or the plan is that of a larger batch.
+    """
+    gave_up = failures >= MOST_FAILURES
+    if not is_warm:
+        return (Phase.WARM_UP,)
     # A plan that was made is not wrong because later steps cannot be measured.
-    if progress.has_plan:
-        return Phase.PLAN if progress.is_checked or gave_up else Phase.CHECK
+    if has_plan:
+        return (Phase.PLAN,) if is_checked or gave_up else (Phase.CHECK,)
     if gave_up:
-        return Phase.GIVEN_UP
-    if not progress.has_bytes:
-        return Phase.MEASURE
-    if not progress.has_times:
-        return Phase.TIME
-    if not progress.has_raced:
-        return Phase.RACE
-    return Phase.CHECK
+        return (Phase.GIVEN_UP,)
+    return Phase.MEASURE, Phase.TIME, Phase.RACE, Phase.CHECK
 
 
 # --- the race ---------------------------------------------------------------------------------------------------------

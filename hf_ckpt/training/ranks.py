@@ -38,11 +38,11 @@ from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure.levels import DeviceClock
 from hf_ckpt.planner.planner import Selection
 from hf_ckpt.spec.actions import Action
-from hf_ckpt.training import conditions
-from hf_ckpt.training.conditions import Batch
+from hf_ckpt.training.batches import Batch
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import MOST_FAILURES, RACE_STEPS, Entered, Entrant, Phase
-from hf_ckpt.training.session import Planned, Session
+from hf_ckpt.training.plans import Planned
+from hf_ckpt.training.session import Session
 
 ENTRANTS = 3
 """Plans that are timed at most."""
@@ -113,7 +113,7 @@ class RanksSession(Session):
     """
 
     def __init__(self, base: nn.Module, record: Installation) -> None:
-        conditions.refuse_without_common_step(base, record.spec.policy)
+        _refuse_without_common_step(base, record.spec.policy)
         super().__init__(base, record)
         self.agreed = Agreed(Phase.WARM_UP)
         """The same on all ranks."""
@@ -158,12 +158,12 @@ class RanksSession(Session):
         planned = self._own_plan()
         if planned is None or agreed.phase is not Phase.PLAN:
             phase = Phase.PAUSED if agreed.phase is Phase.PLAN else agreed.phase  # the next agreement plans again
-            plan = self._plan_with(agreed.actions)
+            plan = self._maker.plan_with(agreed.actions)
             return Planned(
-                batch, self._limit_bytes, plan, phase=phase, attempts=agreed.attempts, actions=agreed.actions
+                batch, self._budget.limit_bytes, plan, phase=phase, attempts=agreed.attempts, actions=agreed.actions
             )
         is_new = planned.measured_bytes is None and batch == planned.batch
-        is_checked = (is_new or self._peaks.is_due) and self._failures < MOST_FAILURES
+        is_checked = (is_new or self._budget.watch.is_due) and self._failures < MOST_FAILURES
         return dataclasses.replace(planned, phase=Phase.CHECK if is_checked else Phase.PLAN)
 
     def _own_plan(self) -> Planned | None:
@@ -192,7 +192,7 @@ class RanksSession(Session):
         if self._entrants:
             self._go_on_racing()
         elif self.agreed.phase is not Phase.PLAN or any(self._of_all(self._is_void)):
-            self.agreed = self._to_learn() or self._to_race()
+            self.agreed = self._agree_to_learn() or self._agree_to_race()
         self._stamp = self._clock.stamp()
         self._elements = 0
 
@@ -204,7 +204,7 @@ class RanksSession(Session):
             all_of(compat.distributed.of_all_ranks((None, f"{type(error).__name__}: {error}")))
         return all_of(compat.distributed.of_all_ranks(answer))
 
-    def _to_learn(self) -> Agreed | None:
+    def _agree_to_learn(self) -> Agreed | None:
         """What any rank still has to learn; None if nothing."""
         lacking: list[Agreed] = [agreed for agreed in self._of_all(self._lacking) if agreed is not None]
         for phase in (Phase.GIVEN_UP, Phase.MEASURE, Phase.PLAN):
@@ -220,7 +220,7 @@ class RanksSession(Session):
         self._can_time = False
         return None
 
-    def _to_race(self) -> Agreed:
+    def _agree_to_race(self) -> Agreed:
         """What comes once all ranks know their steps: a race, or the plan if there is only one."""
         options: list[Actions] = [{}]
         for of_rank in self._of_all(self._proposals):
@@ -284,12 +284,12 @@ class RanksSession(Session):
                 return Agreed(Phase.MEASURE, attempts=self._measurements.forwards_to_try(batch))
         if not self._can_time or self._measurements.timed >= TIMED_STEPS:
             return None
-        timed = self._measurements.actions_to_time(batches[0], self._least_limit(batches[0]))
+        timed = self._measurements.actions_to_time(batches[0], self._maker.limit_of_attempts(batches[0]))
         return Agreed(Phase.TIME, timed) if timed else None
 
     def _proposals(self) -> list[Actions]:
         """The plans that may be the fastest for the largest batch."""
-        self.entered = self._enter(self._batches()[0])
+        self.entered = self._maker.enter(self._batches()[0])
         plans = [entrant.plan for entrant in self.entered.entrants]
         return [{block.name: action for block, action in plan.actions if action != self._least} for plan in plans]
 
@@ -300,11 +300,11 @@ class RanksSession(Session):
         return Judged(max(self._excess(batch, actions) for batch in batches), seconds)
 
     def _excess(self, batch: Batch, actions: Actions) -> int:
-        return max(0, self._costs_with(batch, actions).peak(actions) - self._limit_bytes)
+        return max(0, self._costs_with(batch, actions).peak(actions) - self._budget.limit_bytes)
 
     def _costs_with(self, batch: Batch, actions: Actions) -> Costs:
         """The costs in which all of these actions are."""
-        variants = self._costs_with_host(batch)
+        variants = self._maker.costs_with_host(batch)
         return next((costs for costs in variants if {*actions.values()} <= {*costs.actions}), variants[0])
 
     def _take(self, actions: Actions) -> Agreed:
@@ -314,10 +314,12 @@ class RanksSession(Session):
         batch = self._planned_for[0]
         costs = self._costs_with(batch, actions)
         selection = Selection(costs, costs.choice(actions))
-        plan = selection.plan(self._limit_bytes, compat.devices.device_name(self._devices))
+        plan = selection.plan(self._budget.limit_bytes, compat.devices.device_name(self._devices))
         prediction = plan.prediction
         assert prediction is not None
-        entrant = Entrant(self._actions, self._plan_with(actions, prediction), prediction.step_seconds)
+        entrant = Entrant(
+            self._measurements.actions, self._maker.plan_with(actions, prediction), prediction.step_seconds
+        )
         # On a rank on which it does not fit, none does that fits on all ranks.
         hints = ("fewer tokens",) if self._judged(actions).excess_bytes else ()
         self.plans.clear()
@@ -336,6 +338,16 @@ class _Agreeing:
         base = None if session is None else session.base
         if session is not None and base is not None and optimizer in compat.distributed.zero3_optimizers(base):
             session.agree()
+
+
+def _refuse_without_common_step(base: nn.Module, policy: str) -> None:
+    """Raise `HfCkptError` if ranks under ZeRO-3 have no optimizer step in which all of them could agree on a plan."""
+    reason = compat.distributed.why_no_common_step(base)
+    if reason:
+        raise HfCkptError(
+            f"policy: {policy} cannot plan for this run: under ZeRO-3 all ranks must recompute the same blocks. They "
+            f"agree on them in the optimizer's step, but {reason}. Give `full` or `selective`, or a saved plan."
+        )
 
 
 def session_for(base: nn.Module, record: Installation) -> Session:

@@ -16,7 +16,7 @@ from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.planner.planner import Planner
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block
-from hf_ckpt.training.conditions import Batch, Forward
+from hf_ckpt.training.batches import Batch, Forward
 from hf_ckpt.training.measurements import TIMED_STEPS, Measurements
 
 ACTIONS = (KEEP, SELECTIVE, FULL_SELECTIVE, FULL)

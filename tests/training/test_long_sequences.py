@@ -149,7 +149,7 @@ def test_a_budget_with_segments_is_held_in_every_step(name):
     costs = session._measurements.costs(session.planned.batch)
     least = session._measurements.least
     assert costs.peak(dict.fromkeys(session._measurements.blocks, least)) == pytest.approx(needed, rel=0.0005)
-    assert session._peak_of_least(session.planned.batch) == pytest.approx(peaks[0], rel=0.0005)
+    assert session._maker.peak_of_least(session.planned.batch) == pytest.approx(peaks[0], rel=0.0005)
     compare = assert_near if name == "tiles" else assert_same
     compare(gradients(plain), gradients(model))
     made = [action.made for _, action in hf_ckpt.describe(model).plan.actions]
@@ -175,7 +175,7 @@ def test_a_budget_plans_no_segments_inside_other_saved_tensor_hooks(more):
 def test_segments_race_with_a_plan_that_offloads(monkeypatch):
     """Where only these two fit."""
     with_host = dataclasses.replace(this_device(), host_bandwidth=1e12)
-    monkeypatch.setattr("hf_ckpt.training.session.this_device", lambda devices: with_host)
+    monkeypatch.setattr("hf_ckpt.training.plans.this_device", lambda devices: with_host)
     batch = tiny_batch("llama", batch=4, tokens=128)
     divided, model = (tiny_model("llama", layers=16, hidden=32, attention="sdpa") for _ in range(2))
     planned(divided, {"policy": "full+selective", "segments": "sqrt", "check_every": 0})

@@ -42,7 +42,7 @@ import hf_ckpt
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import base_model, find_blocks
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch
-from hf_ckpt.training import session
+from hf_ckpt.training import recorder
 
 MOST = 1.01
 """The largest ratio of a step's peak to what it may need: the budget, or what `full` needs where that is more."""
@@ -347,7 +347,7 @@ class Trainings(RuleBasedStateMachine):
     ("count", "steps"), [pytest.param(3, 4, marks=pytest.mark.long), pytest.param(6, 6, marks=pytest.mark.slow)]
 )
 def test_any_sequence(count, steps, monkeypatch):
-    monkeypatch.setattr(session, "DeviceClock", OperationClock)  # no plan depends on how busy the machine is
+    monkeypatch.setattr(recorder, "DeviceClock", OperationClock)  # no plan depends on how busy the machine is
     Trainings.recomputed = 0
     checks = settings(max_examples=count, stateful_step_count=steps, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Trainings, settings=checks)

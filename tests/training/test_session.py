@@ -840,7 +840,7 @@ def test_two_backwards_that_need_more_than_the_budget_void_their_plan():
     budgeted(model, half(layers=6), check_every=4)
     run(model, [BATCH] * PLANNED)
     budget = current(model).measured_bytes
-    installation(model).session._budget_bytes = budget  # whichever plan was the fastest has no room left
+    installation(model).session._budget.bytes = budget  # whichever plan was the fastest has no room left
     peaks = []
     for _ in range(9):
         with LiveBytes(model, BATCH) as live:
@@ -867,7 +867,7 @@ class Meter:
 
 def with_meter(model):
     """Give the session of a model an allocator's peak, and return that."""
-    meter = installation(model).session._peaks._meter = Meter()
+    meter = installation(model).session._budget.watch._meter = Meter()
     run(model, [BATCH] * 2)
     return meter
 

@@ -19,7 +19,7 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, OFFLOAD, Action
-from hf_ckpt.training import session
+from hf_ckpt.training import plans
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 
@@ -89,8 +89,8 @@ def test_a_rule_may_have_an_action_that_no_plan_chooses(name, monkeypatch):
     """Its blocks keep their action, and others may offload."""
     rule, action = ACTIONS[name]
     bandwidth = {"host_bandwidth": 1e9, "launch_nanoseconds": 1}
-    monkeypatch.setattr(session, "this_device", lambda devices: dataclasses.replace(this_device(devices), **bandwidth))
-    monkeypatch.setattr(session, "with_offloading", lambda *args: costs.extend(with_offloading(*args)) or costs)
+    monkeypatch.setattr(plans, "this_device", lambda devices: dataclasses.replace(this_device(devices), **bandwidth))
+    monkeypatch.setattr(plans, "with_offloading", lambda *args: costs.extend(with_offloading(*args)) or costs)
     costs = []
     model, batch = tiny_model("t5", layers=2), tiny_batch("t5", batch=2, tokens=16)
     expected = step(model, batch)

@@ -1,0 +1,151 @@
+"""What plans depend on beside batches: the states of the model and of its optimizers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_ckpt import compat
+from hf_ckpt.measure.live import held_bytes
+
+
+class ModelState:
+    """Which parameters are trained, their bytes, and autocast's type.
+
+    Measurements and plans hold in one state only, because each `Batch` has the number of its state. So a new number is
+    all that it takes to measure a changed model again.
+
+    The state is read for every batch, so this walks over the model only when modules or parameters were added, removed
+    or replaced.
+    """
+
+    def __init__(self, base: nn.Module, devices: Collection[torch.device]) -> None:
+        self._base = weakref.ref(base)  # the session that holds this must not keep the model alive
+        self._device_type = next((device.type for device in compat.devices.accelerators(devices)), "cpu")
+        self.parameters_stay = compat.distributed.parameters_stay(base)
+        """Whether every parameter stays on its device, unsharded. Others come only when they are used."""
+        self._modules: list[nn.Module] = []
+        self._boxes: list[dict[str, Any]] = []
+        """The dicts of children and of parameters of each module."""
+        self._addresses: list[int] = []
+        """The addresses of what is in them."""
+        self._parameters: list[nn.Parameter] = []
+        self._configs: list[Any] = []
+        """The configs of its modules, each once."""
+        self._versions: list[int] = []
+        """The versions of gradients when the step began."""
+        self._numbers: dict[Any, int] = {}
+        """The states that were seen, and their numbers."""
+        self.present: tuple[Any, int] = (None, 0)
+        """The type that autocast computes in, and the number of the state."""
+
+    def has_changed(self) -> bool:
+        """Read the present state. Returns whether it is one that the model was never in, other than the first."""
+        if self._read_addresses() != self._addresses or not self._boxes:
+            self._walk()
+        # Sharded parameters are gathered and freed in every step. `attrgetter` and `map` run without Python calls.
+        names = ("requires_grad", "nbytes") if self.parameters_stay else ("requires_grad",)
+        autocast_dtype = compat.devices.autocast_dtype(self._device_type)
+        # Blocks in eval mode are not checkpointed, and eager attention saves more than others.
+        modes = tuple(map(operator.attrgetter("training"), self._modules))
+        attention = tuple(map(operator.attrgetter(compat.transformers.ATTENTION), self._configs))
+        state = autocast_dtype, tuple(map(operator.attrgetter(*names), self._parameters)), modes, attention
+        is_new = bool(self._numbers) and state not in self._numbers
+        self.present = autocast_dtype, self._numbers.setdefault(state, len(self._numbers))
+        return is_new
+
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient when a step begins."""
+        self._versions = self._read_versions()
+        return bool(self._versions)
+
+    def have_new_gradients(self) -> bool:
+        """Whether gradients came, went or changed since `has_gradients` was last called."""
+        return self._read_versions() != self._versions
+
+    def _read_versions(self) -> list[int]:
+        gradients = map(operator.attrgetter("grad"), self._parameters)
+        there = filter(functools.partial(operator.is_not, None), gradients)
+        return list(map(operator.attrgetter("_version"), there))
+
+    def _read_addresses(self) -> list[int]:
+        # A parameter that is cast in place keeps its address, which is why `has_changed` also reads its bytes.
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._boxes))))
+
+    def _walk(self) -> None:
+        base = self._base()
+        assert base is not None
+        modules = list(base.modules())
+        self._modules = modules[1:]  # held, so that no new module gets the address of one that was removed
+        self._boxes = [vars(module)[box] for module in modules for box in ("_modules", "_parameters")]
+        self._addresses = self._read_addresses()
+        self._parameters = list(base.parameters())
+        configs = [vars(module).get("config") for module in modules]
+        configs = [config for config in configs if hasattr(config, compat.transformers.ATTENTION)]
+        self._configs = list({id(config): config for config in configs}.values())
+
+
+class OptimizerStates:
+    """Notices when an optimizer steps for the first time, and has made its state.
+
+    It sees the optimizers of the whole process, because a model does not refer to its own.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers that have stepped."""
+        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The optimizers that have stepped for the first time since `have_grown` was last called."""
+        self._sizes: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
+        """Optimizers that have stepped since `have_grown` was last called, and the sizes of their states before."""
+        self.has_stepped = False
+        """Whether an optimizer has stepped since this was last set."""
+        self._bytes = 0
+        """Bytes of the state of the model's optimizers when a new one was last seen."""
+        self._handle: Callable[[], object] | None = None
+        """Ends what `watch` began."""
+
+    def watch(self, base: nn.Module) -> None:
+        """See steps of optimizers until `stop`, or until the model is gone."""
+        if self._handle is None:
+            # The model's end must end it, too: a hook of the process would live on, once for each model.
+            hook = compat.optimizers.call_before(self._on_step)
+            self._handle = weakref.finalize(base, hook.remove)
+
+    def stop(self) -> None:
+        """See no more steps of optimizers."""
+        if self._handle is not None:
+            self._handle()
+            self._handle = None
+
+    def have_grown(self, base: nn.Module, devices: Collection[torch.device]) -> bool:
+        """Whether optimizers of the model hold more than when this was last asked: from now on steps hold it, too."""
+        sizes = self._sizes.values()
+        have_more = any(len(optimizer.state) != size for ref, size in sizes if (optimizer := ref()) is not None)
+        self._sizes.clear()
+        if not (self._new or have_more):
+            return False
+        optimizers = compat.optimizers.of_model(base)
+        # A new one may take the place of another, whose state is gone, so that its own is no more than that was.
+        older = held_bytes(devices, *(optimizer for optimizer in optimizers if optimizer not in self._new))
+        before = min(self._bytes, older)
+        self._new.clear()
+        self._bytes = held_bytes(devices, *optimizers)
+        return self._bytes > before
+
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.has_stepped = True
+        # Later steps may add to the state, too: of a group that was added, or once `momentum` is set.
+        self._sizes.setdefault(id(optimizer), (weakref.ref(optimizer), len(optimizer.state)))
+        # The step that follows makes the state. It is too early to read it, so the next batch does.
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            compat.optimizers.remember(optimizer)
+            self._new.add(optimizer)
