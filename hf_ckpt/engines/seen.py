@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import nn
@@ -77,6 +77,8 @@ class Kept(Seen):
     """
 
     __slots__ = ("block",)
+    depth: ClassVar[int] = 0
+    """Number of values that `rebuild.values` rebuilds before it: none."""
 
     def __init__(self, tensor: torch.Tensor, block: str, *, address: bool = False) -> None:
         # As `Seen`, without the call.

@@ -108,6 +108,33 @@ def test_a_number_stays_a_number_inside_the_users_hooks():
     assert region.recomputed == 2
 
 
+# One step of a loop over tokens, from the state before it -> the operations that are rebuilt for each step.
+LOOPS = {
+    "saves its state": (lambda state, x: state * x.sigmoid() + x, 2),
+    "saves nothing": (lambda state, x: state * 1.0001 + 0.001, 0),
+    "norms": (lambda state, x: NORM(state), 1),
+}
+
+
+@pytest.mark.parametrize("kind", [RebuildRegion, FullSelectiveRegion])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_long_loop_over_tokens(loop, kind, caplog):
+    """Each step would be rebuilt from the one before, deeper than Python allows. Some states in between are kept."""
+    step_of, rebuilt_ones = LOOPS[loop]
+
+    def block(x):
+        state = functional.silu(x)
+        for _ in range(400):
+            state = step_of(state, x)
+        return functional.silu(state) * state
+
+    region = kind("toy", save=("linear",))
+    assert_same(toy(block), toy(block, region))
+    rebuilt_count = getattr(region, "rebuilding", region).recomputed
+    assert 0.9 * 400 * rebuilt_ones <= rebuilt_count <= 400 * (rebuilt_ones + 1)
+    assert "cannot name" not in caplog.text
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return functional.linear(x, self.weight, self.bias * 2)

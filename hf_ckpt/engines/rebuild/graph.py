@@ -28,7 +28,7 @@ from hf_ckpt.engines.rebuild.ops import (
 )
 from hf_ckpt.engines.rebuild.parameters import Parameters
 from hf_ckpt.engines.rebuild.unpacking import read
-from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, Value, View, Work, fix_strides, strides_of
+from hf_ckpt.engines.rebuild.values import DEEPEST, Rebuilt, Stored, Value, View, Work, fix_strides, strides_of
 from hf_ckpt.engines.seen import Kept, Seen
 
 next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
@@ -68,6 +68,8 @@ class Graph:
         self.dropouts = Dropouts(region.work, keep, self.values)
         self.packed_at: set[int] = set()
         """Autograd's sequence numbers at the times when the tape packed a tensor. They identify the tensor's node."""
+        self.steps = 0
+        """How far `resolve` has walked from the tensor that is looked at."""
         self.has_unknown = False
         """Whether a value has been made whose strides are unknown. Most blocks have none, and skip all checks of it."""
 
@@ -163,8 +165,11 @@ class Graph:
             if place not in self.hopeless:
                 # Nothing from before this block is run again: each block would do so by itself for what they share,
                 # such as rotary embeddings.
-                if node._sequence_nr() >= self.rebuilds_from and (not row.reads_tensors or self.may_read(node)):
+                is_of_block = node._sequence_nr() >= self.rebuilds_from and self.steps < DEEPEST
+                if is_of_block and (not row.reads_tensors or self.may_read(node)):
+                    self.steps += 1
                     value = self.make(row, node, number)
+                    self.steps -= 1
                 if value is None:
                     self.hopeless.add(place)
         elif name == "torch::autograd::AccumulateGrad":
@@ -202,11 +207,14 @@ class Graph:
         operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
         if operation is None:
             return None
-        if row.op_class == VIEW:
-            return View(operands[0], operation, strides)  # takes no memory, so it is not cached
         if row.op_class in (LINEAR, ATTENTION):  # switches of the process choose their kernels
             operation = functools.partial(compat.process_state.Switches().run, operation)
-        return Rebuilt(self.work, operation, operands, strides)
+        value: Value
+        if row.op_class == VIEW:
+            value = View(operands[0], operation, strides)  # takes no memory, so it is not cached
+        else:
+            value = Rebuilt(self.work, operation, operands, strides)
+        return value if value.depth <= DEEPEST else None
 
     def _operands(self, row: Op, node: Any) -> list[Value] | None:
         """Return the values of the operands of a node; None if one is unknown."""

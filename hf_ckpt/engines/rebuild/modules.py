@@ -11,7 +11,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.rebuild.graph import next_sequence_number
 from hf_ckpt.engines.rebuild.replay import Replay
 from hf_ckpt.engines.rebuild.tape import Tape
-from hf_ckpt.engines.rebuild.values import fix_strides
+from hf_ckpt.engines.rebuild.values import DEEPEST, fix_strides
 from hf_ckpt.engines.running import running
 
 
@@ -44,5 +44,6 @@ def leave_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     replay = tape.replay
     tape.replay = None
     # If it saved nothing, other hooks packed what it saved, and it would save more when it is run again.
-    if isinstance(output, torch.Tensor) and output.grad_fn is not None and replay.saved:
+    has_run = isinstance(output, torch.Tensor) and output.grad_fn is not None and replay.saved
+    if has_run and replay.source.depth < DEEPEST:
         tape.graph.values[output.grad_fn, output.output_nr] = replay.output(output)

@@ -21,7 +21,7 @@ from hf_ckpt.engines.rebuild.graph import Graph
 from hf_ckpt.engines.rebuild.ops import ATTENTION, OPS, VIEW
 from hf_ckpt.engines.rebuild.replay import Inside, Replay
 from hf_ckpt.engines.rebuild.unpacking import read
-from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, View
+from hf_ckpt.engines.rebuild.values import DEEPEST, Rebuilt, Stored, View
 from hf_ckpt.engines.seen import Kept
 from hf_ckpt.logs import warn_once
 
@@ -59,6 +59,8 @@ class Names:
             for parameter in [each for each in module._parameters.values() if each is not None]:
                 self.weights[_memory(parameter)] = self._of_module[id(module)]
         self._known: dict[Any, list[str]] = {}
+        self._steps = 0
+        """How far `_sources` has walked from the node that is named."""
 
     def values(self) -> Iterable[tuple[tuple[Any, int], Any]]:
         """Yield the edges of the graph that have been seen, and their values."""
@@ -89,8 +91,11 @@ class Names:
         if node not in self._known:
             self._known[node] = []
             owner = self._source(node)
-            operands = [] if owner is not None else self._operands(node)
+            is_far = self._steps >= DEEPEST  # such as the first of many steps of a loop over tokens
+            operands = [] if owner is not None or is_far else self._operands(node)
+            self._steps += 1
             names = [owner] if owner else [name for operand in operands for name in self._sources(operand)]
+            self._steps -= 1
             self._known[node] = list(dict.fromkeys(_ADAPTER.sub("", name) for name in names))
         return self._known[node]
 

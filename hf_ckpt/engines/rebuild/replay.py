@@ -65,7 +65,9 @@ class Replay:
 
     def output(self, tensor: torch.Tensor) -> Rebuilt:
         """Return the value of the module's output, which is `tensor` in the forward."""
-        return Rebuilt(self.work, self, [], Strides.of(tensor))  # no operands: the run itself uses the input
+        output = Rebuilt(self.work, self, [], Strides.of(tensor))  # no operands: the run itself uses the input
+        output.depth = self.source.depth + 1
+        return output
 
     def __call__(self) -> torch.Tensor:
         """Run the module again, and return its output without a graph. Raises errors as `run` does."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -90,6 +90,11 @@ class Shared:
         raise NotImplementedError
 
 
+DEEPEST = 64
+"""How many values may follow one another, each rebuilt from the one before, as in a recurrent layer's loop over tokens.
+The next one is kept: each would take a Python frame of its own, and Python allows 1,000."""
+
+
 @final
 class Stored(Shared):
     """A kept tensor that a pair of hooks stores elsewhere, such as in host memory.
@@ -103,6 +108,8 @@ class Stored(Shared):
     """
 
     __slots__ = ("block", "hooks", "original", "packed", "storage", "version")
+    depth: ClassVar[int] = 0
+    """Number of values behind it, see `DEEPEST`."""
 
     def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks, block: str) -> None:
         super().__init__()
@@ -156,7 +163,7 @@ class Rebuilt(Shared):
         strides: what is known of its strides without `layout`.
     """
 
-    __slots__ = ("layout", "operands", "operation", "strides", "work")
+    __slots__ = ("depth", "layout", "operands", "operation", "strides", "work")
 
     def __init__(
         self,
@@ -166,6 +173,11 @@ class Rebuilt(Shared):
         strides: Strides = Strides.SAME,
     ) -> None:
         super().__init__(counted(operands))
+        self.depth: int = 1
+        """Number of values behind it, with itself; see `DEEPEST`."""
+        for operand in operands:
+            if operand.depth >= self.depth:
+                self.depth = operand.depth + 1
         self.strides = strides
         self.work = work
         self.operation = operation
@@ -209,10 +221,11 @@ _tensor_of = operator.methodcaller("value")
 class View:
     """A view of another value."""
 
-    __slots__ = ("layout", "of", "operation", "root", "strides")
+    __slots__ = ("depth", "layout", "of", "operation", "root", "strides")
 
     def __init__(self, of: Value, operation: Callable[..., torch.Tensor], strides: Strides = Strides.SAME) -> None:
         self.of = of
+        self.depth: int = of.depth + 1
         self.strides = strides
         self.layout: Layout | None = None
         """What the view must have; None if nothing saved it, and if it has the strides of the forward anyway."""
