@@ -189,13 +189,15 @@ class ForwardState:
             of_torch=self.keeps_draws,
             of_host=settings is None or settings.draws_on_host,
         )
+        # From the beginning: a block may run a backward inside its forward, which recomputes what it has run so far.
+        self.draws = before
         if self.choices is None:  # no context for the many blocks without experts
             output = fn(*args)
         else:
             with self.choices.running():
                 output = fn(*args)
-        if before.may_have_moved():
-            self.draws = before
+        if not before.may_have_moved():
+            self.draws = None
         if settings is not None and not settings.has_run:
             self._learn(settings, before)
         elif settings is not None and (self.stored or self.held):

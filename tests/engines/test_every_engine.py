@@ -16,6 +16,7 @@ import torch
 from helpers.adapters import with_lora
 from helpers.lanes import DeviceBytes, mover
 from helpers.steps import CACHED_BYTES, ENGINES, assert_frees_everything, assert_same, planned, step, without_collector
+from torch.nn import functional
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
@@ -161,14 +162,19 @@ def test_a_block_that_runs_a_backward_in_its_forward(stops_early):
     as in trials, too."""
 
     def block(hidden, weight):
-        energy = (hidden * weight).sin()
+        energy = functional.dropout(hidden * weight, 0.5).sin()
         (slope,) = torch.autograd.grad(energy.square().sum(), hidden, create_graph=True)
-        return (slope * weight).cos() * energy
+        return functional.dropout((slope * weight).cos() * energy, 0.5)
 
-    values = [torch.linspace(*ends, 3).requires_grad_() for ends in ((-1, 1), (1, 2))]
+    def run(function, *args):
+        torch.manual_seed(0)
+        return function(*args).sum()
+
+    values = [torch.linspace(*ends, 8).requires_grad_() for ends in ((-1, 1), (1, 2))]
     region = FullRegion("block")
     with torch.utils.checkpoint.set_checkpoint_early_stop(stops_early):
-        outputs = [block(*values).sum(), region(block, *values).sum(), region(block, *values).sum()]
+        outputs = [run(block, *values), run(region, block, *values), run(region, block, *values)]
+    assert outputs[0] == outputs[1] == outputs[2]
     expected, got, other = (torch.autograd.grad(output, values, retain_graph=True) for output in outputs)
     again = torch.autograd.grad(outputs[1], values)
     for gradients in (got, other, again):

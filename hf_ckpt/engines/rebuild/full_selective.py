@@ -54,6 +54,9 @@ class FullSelectiveRegion(FullRegion):
 class Rebuilding:
     """A block's forward inside of torch's checkpoint: its first call runs as it is, later ones under `selective`.
 
+    torch's checkpoint matches the tensors that the forward saves with those of a recomputation, by their order. So the
+    forward runs under the pack hook of the checkpoint, and each recomputation calls that hook for each tensor, too.
+
     Args:
         fn: the block's own forward.
         region: the function of the block under `selective`.
@@ -63,54 +66,79 @@ class Rebuilding:
     fn: Callable[..., Any]
     region: RebuildRegion
     as_selective: bool = False
-    ran: bool = False
-    node: int | None = None
-    """The number of the node of autograd that runs. The graph holds this object, which must not hold the graph."""
-    held: list[Value] = dataclasses.field(default_factory=list)
-    """What its saved tensors are rebuilt from."""
+    has_run: bool = False
 
     def __call__(self, *args: Any) -> Any:
         hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
         if hooks is None or not compat.checkpoint.are_of_a_checkpoint(hooks):  # it runs for what it returns
             return self.fn(*args)
-        checkpoint_pack, checkpoint_unpack = hooks
-        # torch's checkpoint matches the tensors that the forward saves with those of the recomputation, by their order.
-        # So the forward runs under its hooks, and `load` gets, for each of them, what the recomputation has packed.
-        if not self.ran:
-            self.ran = True
+        pack_of_checkpoint, unpack_of_checkpoint = hooks
+        if self.has_run:
+            sizes = self.region.dropped_sizes = {}
+            self.region.forwards += 1
+            return self.region.run(
+                self.fn, args, hooks=lambda tape: (_Recomputed(tape, pack_of_checkpoint, sizes).pack, unpack)
+            )
+        self.has_run = True
+        loaded = _Loaded(unpack_of_checkpoint, self.as_selective)
+        with torch.autograd.graph.saved_tensors_hooks(pack_of_checkpoint, loaded.unpack):
+            return self.fn(*args)
 
-            @compat.torch.untraced
-            def load(held: Any) -> torch.Tensor:
-                tensor = checkpoint_unpack(held)
-                value = vars(tensor).get(_VALUE)
-                if value is None:
-                    return tensor
-                if self.as_selective:
-                    self._hold(value)
-                return unpack(value)
 
-            with torch.autograd.graph.saved_tensors_hooks(checkpoint_pack, load):
-                return self.fn(*args)
+@dataclasses.dataclass(eq=False)
+class _Recomputed:
+    """What a recomputation saves: in place of each dropped tensor, the checkpoint gets one without memory.
 
-        sizes = self.region.dropped_sizes = {}
+    Args:
+        tape: that of the recomputation.
+        pack_of_checkpoint: the checkpoint's hook for the recomputation.
+        sizes: see `RebuildRegion.dropped_sizes`.
+    """
 
-        def rebuilding(tape: Tape) -> compat.torch.SavedTensorHooks:
-            @compat.torch.untraced
-            def pack(tensor: torch.Tensor) -> Value | Inside:
-                value = tape.pack(tensor)
-                if type(value) is not Kept:
-                    shared = value.root if type(value) is View else value
-                    sizes[id(shared or value)] = tensor.untyped_storage().nbytes()
-                    # An expanded number: no memory, but the shape and type that torch's checkpoint compares.
-                    tensor = tensor.new_empty(()).expand(tensor.shape)
-                    vars(tensor)[_VALUE] = value
-                checkpoint_pack(tensor)
-                return value
+    tape: Tape
+    pack_of_checkpoint: Callable[[torch.Tensor], Any]
+    sizes: dict[int, int]
 
-            return pack, unpack
+    @compat.torch.untraced
+    def pack(self, tensor: torch.Tensor) -> Value | Inside:
+        """Saved-tensor hook of the recomputation, whose own graph gets the value, and is dropped."""
+        value = self.tape.pack(tensor)
+        if type(value) is not Kept:
+            shared = value.root if type(value) is View else value
+            self.sizes[id(shared or value)] = tensor.untyped_storage().nbytes()
+            # An expanded number: no memory, but the shape and type that torch's checkpoint compares.
+            tensor = tensor.new_empty(()).expand(tensor.shape)
+            vars(tensor)[_VALUE] = value
+        self.pack_of_checkpoint(tensor)
+        return value
 
-        self.region.forwards += 1
-        return self.region.run(self.fn, args, hooks=rebuilding)
+
+@dataclasses.dataclass(eq=False)
+class _Loaded:
+    """What backward gets for each tensor that the forward saved: the one that the recomputation has packed.
+
+    Args:
+        unpack_of_checkpoint: the checkpoint's hook, which runs the recomputation first.
+        as_selective: see `Rebuilding`.
+    """
+
+    unpack_of_checkpoint: Callable[[Any], torch.Tensor]
+    as_selective: bool
+    node: int | None = None
+    """The number of the node of autograd that runs. The graph holds this object, which must not hold the graph."""
+    held: list[Value] = dataclasses.field(default_factory=list)
+    """What its saved tensors are rebuilt from."""
+
+    @compat.torch.untraced
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Saved-tensor hook of the forward."""
+        tensor = self.unpack_of_checkpoint(packed)
+        value = vars(tensor).get(_VALUE)
+        if value is None:
+            return tensor
+        if self.as_selective:
+            self._hold(value)
+        return unpack(value)
 
     def _hold(self, value: Value) -> None:
         """Hold a value until the node of autograd that needs it has run, as the graph does without a checkpoint.
