@@ -50,12 +50,6 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
-parameters_replaced: Callable[[nn.Module, Mapping[str, torch.Tensor]], contextlib.AbstractContextManager[None]]
-parameters_replaced = private("torch.nn.utils.stateless._reparametrize_module")
-"""Makes a context in which a module has other tensors as parameters of these names: `torch.func.functional_call`
-without the call, which would run the hooks of the module."""
-
-
 def call_after_backward(function: Callable[[], None]) -> bool:
     """Call `function` when the current backward has ended without an error.
 

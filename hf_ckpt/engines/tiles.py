@@ -18,7 +18,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -119,7 +119,8 @@ class TiledRegion(FullSelectiveRegion):
 
     def _in_tiles(self, part: FullRegion, module: nn.Module, forward: Callable[..., Any], tiles: Any) -> torch.Tensor:
         """Run a feed-forward on each tile, [1, tokens, hidden size], and join the outputs."""
-        run = functools.partial(run_with_sums, module, forward, sums_of(module))
+        sums = sums_of(module)
+        run = functools.partial(run_with_sums, forward, sums) if sums else forward
         inputs = [_Input.apply(torch.empty(0, requires_grad=True), tile) for tile in tiles]  # type: ignore
         # If autocast cached casts of weights, their gradients would be summed in 16 bits.
         device_type = tiles[0].device.type
@@ -130,21 +131,41 @@ class TiledRegion(FullSelectiveRegion):
         return torch.cat(outputs, dim=1)
 
 
-def sums_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return, for each trained parameter in 16 bits, a tensor without memory at which its gradient is summed."""
-    return {
-        name: _Alias.apply(parameter, parameter.new_zeros((), dtype=torch.float32).expand_as(parameter))  # type: ignore
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and parameter.dtype.itemsize < 4
-    }
+class Sum(NamedTuple):
+    """Where the gradient of a trained parameter in 16 bits is summed over the tiles."""
+
+    parameters: dict[str, Any]
+    """The dict of the module that has the parameter."""
+    name: str
+    total: torch.Tensor
+    """A tensor in float32 without memory, whose gradient goes to the parameter."""
 
 
-def run_with_sums(module: nn.Module, forward: Any, sums: dict[str, torch.Tensor], rows: torch.Tensor) -> Any:
-    """Run the plain forward of a feed-forward such that gradients go to `sums_of` its parameters."""
-    parameters = dict(module.named_parameters())
-    values = {name: _Alias.apply(total, parameters[name].detach()) for name, total in sums.items()}  # type: ignore
-    with compat.torch.parameters_replaced(module, values):
+def sums_of(module: nn.Module) -> list[Sum]:
+    """Return the sums of all trained parameters in 16 bits, each parameter once."""
+    sums: dict[int, Sum] = {}
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in sums:
+                continue
+            if parameter.requires_grad and parameter.dtype.itemsize < 4:
+                zeros = parameter.new_zeros((), dtype=torch.float32).expand_as(parameter)
+                total = _Alias.apply(parameter, zeros)  # type: ignore[no-untyped-call]
+                sums[id(parameter)] = Sum(inner._parameters, name, total)
+    return list(sums.values())
+
+
+def run_with_sums(forward: Callable[..., Any], sums: list[Sum], rows: torch.Tensor) -> Any:
+    """Run the plain forward of a feed-forward such that gradients go to the sums of its parameters."""
+    # Not by `torch.func.functional_call`, which walks over the module for every tile.
+    before = [(each, each.parameters[each.name]) for each in sums]
+    try:
+        for each, parameter in before:
+            each.parameters[each.name] = _Alias.apply(each.total, parameter.detach())  # type: ignore[no-untyped-call]
         return forward(rows)
+    finally:
+        for each, parameter in before:
+            each.parameters[each.name] = parameter
 
 
 def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor) -> str | None:
