@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import NOTHING, Freed
-from hf_ckpt.engines.head.logits import auto_helps
+from hf_ckpt.engines.head.chunked import auto_helps
 from hf_ckpt.spec.actions import Action
 
 Gone = Callable[[], None] | None

@@ -16,7 +16,8 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.puts import Weak
 from hf_ckpt.attach.record import RECORD, Installation
-from hf_ckpt.engines.head.logits import Logits, chunked, why_whole
+from hf_ckpt.engines.head.chunked import chunked, why_whole
+from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.logs import warn_once
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_ckpt.engines.head.logits import Logits, chunked, tokens_per_chunk
+from hf_ckpt.engines.head.chunked import chunked, tokens_per_chunk
+from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import ChangedBlockError, DoubleBackwardError, HfCkptError
 from hf_ckpt.measure.live import LiveBytes
 

@@ -297,7 +297,7 @@ def test_a_budget_goes_on_if_a_tile_fails(caplog):
     model = tiny_model("llama", layers=2)
     model.model.layers[1].mlp.act_fn = Long()
     planned(model, {"policy": "budget", "budget": "3MiB", "mlp": 5, "check_every": 0})
-    for _ in range(8):
+    for _ in range(20):  # measured times decide how many plans race
         step(model, batch_of("llama"))
     assert installation(model).measuring is None
     assert caplog.text.count("a tile raised one token") == 1

@@ -25,7 +25,6 @@ RowOperation = Callable[[torch.Tensor], torch.Tensor]
 """An operation on logits [tokens, vocabulary] that treats each row independently."""
 Work = Callable[[torch.Tensor, slice], torch.Tensor]
 """Computes a row of results for each token of a chunk, from its logits and from its place among all tokens."""
-Form = str | Callable[[], torch.Tensor]
 PIECE = 2**22
 """Values of a weight's gradient that are added at once, so that there is no second gradient for a chunk's product."""
 SAMPLED = 4096
@@ -237,32 +236,37 @@ class InChunks(torch.autograd.Function):
     Args:
         call: the call of the head.
         work: what is computed from the logits of a chunk.
-        form: `rows` for a row of results for each token; `sum` for their sum in at least float32; or a function that
-            returns a stand-in for the rows.
+        sums: whether to return the sum of the results, in at least float32, in place of a row for each token.
+        stand_in: returns a tensor in place of the rows, which are then not computed; None to compute them.
         hidden: the head's input, [tokens, hidden size]; with more dimensions for a stand-in.
         parameters: the parameters of the call; none if no gradient is needed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, call: HeadCall, work: Work, form: Form, hidden: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        call: HeadCall,
+        work: Work,
+        sums: bool,
+        stand_in: Callable[[], torch.Tensor] | None,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         ctx.call = call
         ctx.work = work
-        ctx.form = form
+        ctx.sums = sums
         ctx.gradients = None
         # The parameters, too: autograd refuses a backward after they were changed in place, as with a plain head.
         ctx.save_for_backward(hidden, *parameters)
-        if not isinstance(form, str):
-            ctx.form = "rows"  # the stand-in itself would be a reference cycle
-            return form()
-        if form == "sum" and any(ctx.needs_input_grad) and call.like.dtype != torch.float16:
+        if stand_in is not None:  # not kept: it would be a reference cycle
+            return stand_in()
+        if sums and any(ctx.needs_input_grad) and call.like.dtype != torch.float16:
             # Not in float16, where gradients underflow if they are computed before the loss is scaled.
-            total, ctx.gradients = call.again(differentiated, call, work, hidden, ctx.needs_input_grad[3])
+            total, ctx.gradients = call.again(differentiated, call, work, hidden, ctx.needs_input_grad[4])
             return total
         chunks = call.chunks(len(hidden))
         rows = call.again(lambda: torch.cat([work(call.logits(hidden[chunk]), chunk) for chunk in chunks]))
-        return rows.sum(dtype=at_least_float32(rows.dtype)) if form == "sum" else rows
+        return rows.sum(dtype=at_least_float32(rows.dtype)) if sums else rows
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -277,11 +281,11 @@ class InChunks(torch.autograd.Function):
         if gradients is not None:
             gradients = [None if each is None else each.mul_(gradient) for each in gradients]
         else:  # rows, float16, or a second backward
-            if ctx.form == "sum":
+            if ctx.sums:
                 rows = gradient.expand(len(flat))
             else:
                 rows = gradient.reshape(len(flat), *gradient.shape[hidden.dim() - 1 :])
-            _, gradients = ctx.call.again(differentiated, ctx.call, ctx.work, flat, ctx.needs_input_grad[3], rows)
+            _, gradients = ctx.call.again(differentiated, ctx.call, ctx.work, flat, ctx.needs_input_grad[4], rows)
         for number, (value, like) in enumerate(zip(gradients, [hidden, *parameters], strict=True)):
             gradients[number] = None if value is None else value.to(like.dtype).view_as(like)
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
