@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.adapters import with_lora
 from helpers.lanes import DeviceBytes, mover
+from helpers.sparing import in_turn
 from helpers.steps import CACHED_BYTES, ENGINES, assert_frees_everything, assert_same, planned, step, without_collector
 from torch.nn import functional
 
@@ -28,14 +29,10 @@ HEAD = {"head": 5}
 TILES = {"policy": "full", "mlp": 5}
 SPECS = ENGINES | {"tiles": TILES}
 hooks_of_the_user = functools.partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.Tensor.detach)
-each_engine = pytest.mark.parametrize("engine", SPECS)
 pytestmark = pytest.mark.usefixtures("lanes")
 
 
-@each_engine
-@pytest.mark.parametrize(
-    ("family", "around"), [("llama", nullcontext), ("t5", nullcontext), ("llama", hooks_of_the_user)]
-)
+@in_turn("engine, family, around", SPECS, [("llama", nullcontext), ("t5", nullcontext), ("llama", hooks_of_the_user)])
 def test_a_graph_without_a_backward_frees_everything(family, around, engine):
     """A forward without a backward leaves nothing, with the garbage collector off: no cycle holds activations."""
     model = planned(tiny_model(family, layers=3, dropout=0.1, dtype=torch.bfloat16), SPECS[engine])
@@ -48,8 +45,7 @@ def test_a_graph_without_a_backward_frees_everything(family, around, engine):
         assert mover(model).held_bytes == 0
 
 
-@each_engine
-@pytest.mark.parametrize("place", [0, 2])
+@in_turn("engine, place", SPECS, [0, 2])
 def test_an_error_in_a_block_leaves_nothing(engine, place):
     """Training can continue after an error inside a block, such as running out of memory."""
     model, batch = planned(tiny_model("llama", layers=3), SPECS[engine]), {**tiny_batch("llama"), "use_cache": False}

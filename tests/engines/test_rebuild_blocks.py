@@ -7,8 +7,9 @@ import torch
 import torch._dynamo
 from accelerate.hooks import attach_align_device_hook
 from helpers.adapters import with_lora
+from helpers.sparing import in_turn
 from helpers.steps import assert_same, outcome, step, without_cache
-from helpers.toys import SAVES, SCALE, WEIGHT, Norm, each_family, plain_and_ours, rebuilt, same_steps, same_toys, toy
+from helpers.toys import SAVES, SCALE, WEIGHT, Norm, plain_and_ours, rebuilt, same_steps, same_toys, toy
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import tiny_batch
+from hf_ckpt.models.tiny import FAMILIES, tiny_batch
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 NORM = Norm()
@@ -346,8 +347,7 @@ RUNS = {
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("name", RUNS)
-@each_family
+@in_turn("name, family", RUNS, FAMILIES, ("outputs of BERT's last norms written to", "bert"))
 def test_gradients_are_those_of_no_checkpointing(family, name):
     def run(model):
         torch.manual_seed(0)

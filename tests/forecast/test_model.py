@@ -131,7 +131,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("architecture", OTHERS)
+@sparing("architecture", OTHERS, "BertForMultipleChoice", "HubertForCTC")
 def test_multiple_choice_and_speech_need_what_is_predicted(architecture):
     """Four sequences of 32 tokens for a label; recordings of 200 frames or 16,000 samples, and 32 tokens of text.
 

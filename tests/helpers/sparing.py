@@ -13,3 +13,14 @@ def sparing(names, cases, *fast, ids=None):
         values = case if isinstance(case, tuple) else (case,)
         marked.append(pytest.param(*values, marks=() if case in fast else pytest.mark.thorough))
     return pytest.mark.parametrize(names, marked, ids=ids)
+
+
+def in_turn(names, cases, others, *further):
+    """Parametrise a test with all pairs of both, which may be tuples.
+
+    By default, each case runs with one of the others, in turn, and so do these `further` pairs.
+    """
+    others = [other if isinstance(other, tuple) else (other,) for other in others]
+    pairs = [(case, *other) for case in cases for other in others]
+    fast = [(case, *others[place % len(others)]) for place, case in enumerate(cases)]
+    return sparing(names, pairs, *fast, *further)

@@ -156,7 +156,7 @@ def test_a_budget_with_segments_is_held_in_every_step(name):
     assert sum(made) > 8
 
 
-@pytest.mark.parametrize("more", [{"segments": "sqrt"}, {}], ids=["asked for", "where nothing else fits"])
+@sparing("more", [{"segments": "sqrt"}, {}], {}, ids=["asked for", "where nothing else fits"])
 def test_a_budget_plans_no_segments_inside_other_saved_tensor_hooks(more):
     """These decide where tensors are held, so that each block holds its input, and predictions count it."""
     batch = tiny_batch("llama", batch=4, tokens=128)

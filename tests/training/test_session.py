@@ -25,6 +25,7 @@ from helpers.failing import run_out
 from helpers.planned import budgeted, live_peak, model_of, raced
 from helpers.ranks import one_rank
 from helpers.snapshots import snapshot
+from helpers.sparing import sparing
 from helpers.steps import assert_near, assert_same, cache_argument, enable, gradients, planned, step, without_cache
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -294,7 +295,7 @@ IRREGULAR = {
 }
 
 
-@pytest.mark.parametrize("kind", IRREGULAR)
+@sparing("kind", IRREGULAR, "two forwards", "error in the backward", "evaluation", "another block frozen")
 def test_an_irregular_step_delays_the_plan_by_few_steps(kind):
     """Whenever an irregular step comes, the plan is on again soon, and no count of live bytes is left."""
     again = STEPS if kind in ("another block frozen", "autocast") else LOST  # measured anew
@@ -307,12 +308,17 @@ def test_an_irregular_step_delays_the_plan_by_few_steps(kind):
         assert loop.has_plan
 
 
-@pytest.mark.parametrize(
-    ("kind", "every"),
+@sparing(
+    "kind, every",
     [
         *((kind, 2) for kind in IRREGULAR if kind != "two forwards"),  # two sorts of steps that take turns
         *((kind, 1) for kind in ("pause", "two forwards", *list(IRREGULAR)[:2])),
     ],
+    ("no backward", 2),
+    ("error in the forward", 2),
+    ("another shape", 2),
+    ("autocast", 2),
+    ("no zero_grad", 1),
 )
 def test_irregular_steps_all_the_time_do_not_keep_the_plan_away(kind, every):
     """The regular steps, or the irregular ones if they have become the rule, get plans within twice as many steps, and
