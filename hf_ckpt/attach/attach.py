@@ -13,10 +13,9 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.enable import hook_before, put, put_on, take_off
+from hf_ckpt.attach.enable import hook_before, put, put_on, remove, take_off
 from hf_ckpt.attach.hooks import ModelHook
 from hf_ckpt.attach.passes import Reminder
-from hf_ckpt.attach.puts import undo
 from hf_ckpt.attach.record import RECORD, Decider, Installation, record_on
 from hf_ckpt.attach.switches import Switched, function_of, is_on, read
 from hf_ckpt.engines.region import Region
@@ -83,7 +82,7 @@ def _put_record(blocks: FoundBlocks, record: Installation) -> None:
         put(record, base, name, EnableHook(base, name))
     for name in compat.transformers.DISABLE_NAMES:
         put(record, base, name, DisableHook(base, name))
-    switches_before = [Switched(module, read(module)) for module in blocks.carriers.values()]
+    switches_before = [Switched(module, base, read(module)) for module in blocks.carriers.values()]
     record.installed = [*record.puts, *switches_before]
     record.puts = []
     # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
@@ -100,16 +99,6 @@ def detach(model: nn.Module) -> None:
     record = record_on(base)
     if record is not None:
         remove(base, record)
-
-
-def remove(base: nn.Module, record: Installation) -> None:
-    """As `detach`, for a model whose record is known."""
-    take_off(base, record)
-    if record.session is not None:
-        record.session.close()
-    undo(record.installed)
-    record.installed = []
-    vars(base).pop(RECORD, None)
 
 
 def tell_plan(base: nn.Module, record: Installation) -> None:

@@ -7,7 +7,7 @@ model trains. The hooks and functions can be pickled, and a copy of the model ge
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -17,8 +17,8 @@ from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.hooks import INPUT_GRADIENTS, HeadForward, Instead, Skipped, warn_whole
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
-from hf_ckpt.attach.puts import Hooked, Put, WithoutInputGradients
-from hf_ckpt.attach.record import Installation, record_on
+from hf_ckpt.attach.puts import Hooked, Put, Weak, WithoutInputGradients, undo
+from hf_ckpt.attach.record import RECORD, Installation, record_on
 from hf_ckpt.attach.switches import Switched, function_of
 from hf_ckpt.engines.region import Region, hooks_for
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
@@ -28,14 +28,15 @@ from hf_ckpt.spec.plan import Plan
 def put_on(blocks: FoundBlocks, record: Installation) -> None:
     """Enable the record's plan: set functions and flags on the blocks, and register the hooks that engines need.
 
-    If that fails, nothing is enabled.
+    A model inside this one loses its own plan. If the plan cannot be put on, nothing is enabled.
     """
-    for module in blocks.around.values():  # blocks have one owner: a model inside this one may have been enabled since
+    for module in blocks.around.values():
         inner = record_on(module)
-        if module is not blocks.base and inner is not None and inner.enabled:
-            take_off(module, inner)
+        if module is not blocks.base and inner is not None:  # blocks have one owner
+            remove(module, inner)
     record.undo_puts()
-    _remove_copied(blocks.base)
+    _remove_copied(blocks.base, set())
+    record.modules = Weak(*blocks.base.modules())
     made_for = list(map(weakref.ref, blocks.modules.values()))
     if record.made_for not in (None, made_for):  # functions of a replaced block refer to it
         record.begin_anew()
@@ -56,7 +57,7 @@ def _put_on_blocks(blocks: FoundBlocks, record: Installation) -> None:
     """Set functions and flags. Modules without a function of their own, such as stacks, are switched off."""
     for name, module in blocks.carriers.items():
         switches.switch_off(module)  # something else may have switched it on since
-        row = Switched(module, switches.read(module))
+        row = Switched(module, blocks.base, switches.read(module))
         record.puts.append(row)
         record.switched[name] = row
         if name in record.regions:
@@ -126,14 +127,14 @@ def put(record: Installation, module: nn.Module, name: str, value: object) -> No
 def hook_before(record: Installation, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
     """Register a forward pre-hook, and let the record undo it."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-    record.puts.append(Hooked(handle, hook))
+    record.puts.append(Hooked(module, handle, hook))
 
 
 def _hook_after(record: Installation, module: nn.Module, hook: Callable[..., Any]) -> None:
     """Register a forward hook that is also called when the module raises an error, and let the record undo it."""
     with compat.torch.same_hook_number(module._forward_hooks):
         handle = module.register_forward_hook(hook, always_call=True)
-    record.puts.append(Hooked(handle, hook))
+    record.puts.append(Hooked(module, handle, hook))
 
 
 def _put_on_head(blocks: FoundBlocks, record: Installation) -> None:
@@ -172,10 +173,22 @@ def take_off(base: nn.Module, record: Installation) -> None:
     """
     if record.session is not None:
         record.session.stop(record)
+    # If one of these has a plan when the rows are undone, it is shared with another model, which has put it there.
+    had_rows = {id(module) for module in record.modules.arguments()}
     was_enabled = record.enabled
     record.undo_puts()
-    if was_enabled:  # else a plan in there is that of another model
-        _remove_copied(base)
+    if was_enabled:
+        _remove_copied(base, had_rows)
+
+
+def remove(base: nn.Module, record: Installation) -> None:
+    """As `detach`, for a model whose record is known."""
+    take_off(base, record)
+    if record.session is not None:
+        record.session.close()
+    undo(record.installed)
+    record.installed = []
+    vars(base).pop(RECORD, None)
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
@@ -215,21 +228,24 @@ HOOKS = {
 """Names of a module's dicts of forward hooks -> names of the dicts with their options."""
 
 
-def _remove_copied(base: nn.Module) -> None:
+def _remove_copied(base: nn.Module, leave: Collection[int]) -> None:
     """Remove what no row knows: what came with copies of planned blocks, and with blocks of other models.
 
     `deepcopy` of a block also copies its function, its flag and its hooks. They are all that hf_ckpt searches a model
-    for. The rows of its record must be undone.
+    for. The rows of its record must be undone. Modules whose id is in `leave` lose only hooks that do nothing.
     """
     for module in base.modules():
+        is_left = id(module) in leave
+        for kind, options in HOOKS.items():
+            hooks = vars(module)[kind]
+            for key in [key for key, hook in hooks.items() if _is_copied(hook, is_left)]:
+                for name in (kind, *options):
+                    vars(module)[name].pop(key, None)
+        if is_left:
+            continue
         if isinstance(function_of(module), Region):
             switches.write(module, {})
         _remove_methods(base, module)
-        for kind, options in HOOKS.items():
-            hooks = vars(module)[kind]
-            for key in [key for key, hook in hooks.items() if _is_copied(hook)]:
-                for name in (kind, *options):
-                    vars(module)[name].pop(key, None)
 
 
 def _remove_methods(base: nn.Module, module: nn.Module) -> None:
@@ -246,10 +262,10 @@ def _remove_methods(base: nn.Module, module: nn.Module) -> None:
             del attributes[name]
 
 
-def _is_copied(hook: Any) -> bool:
+def _is_copied(hook: Any, is_left: bool) -> bool:
     """Whether a forward hook that is left when all rows are undone came with a copy of a block."""
     function = getattr(hook, "func", hook)  # of a partial one
     owner = getattr(function, "__self__", function)
     if isinstance(owner, Boundaries):
         return not owner.is_on  # the session that measures a step has their handles
-    return not isinstance(owner, Reminder) and str(function.__module__).startswith("hf_ckpt.")
+    return not is_left and not isinstance(owner, Reminder) and str(function.__module__).startswith("hf_ckpt.")

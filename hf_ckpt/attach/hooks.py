@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.puts import Weak
+from hf_ckpt.attach.puts import Weak, is_part
 from hf_ckpt.attach.record import RECORD, Installation
 from hf_ckpt.engines.head.chunked import chunked, why_whole
 from hf_ckpt.engines.head.logits import Logits
@@ -88,7 +88,7 @@ class Skipped(ModelHook):
         """Whether the plan is enabled, and the model is still a part of the planned one; a copy of a part is none."""
         base, module, _ = self.arguments()
         record = self.record
-        return record is not None and record.enabled and any(part is module for part in base.modules())
+        return record is not None and record.enabled and is_part(module, base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Log that nothing is done."""
@@ -138,7 +138,7 @@ class HeadForward(ModelHook):
         """Whether the head is shared with another model than `base`, whose plan is enabled."""
         if self.base is base or self.record is None or not self.record.enabled:
             return False
-        return any(part is module for part in self.base.modules())
+        return is_part(module, self.base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits [..., vocabulary] of hidden states [..., hidden size]."""

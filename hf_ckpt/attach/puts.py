@@ -7,13 +7,11 @@ that was moved there, or a wrapper of another package. So rows may be undone at 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 
 class Weak:
@@ -32,6 +30,12 @@ class Weak:
         held = (weakref.ref(value) if isinstance(value, nn.Module) else value for value in arguments)
         self._held: tuple[Any, ...] = tuple(held)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that is the first argument; None if it no longer exists."""
+        module: nn.Module | None = self._held[0]()
+        return module
+
     def arguments(self) -> list[Any]:
         """Return the arguments; a module that no longer exists is None."""
         return [value() if isinstance(value, weakref.ref) else value for value in self._held]
@@ -49,8 +53,17 @@ class Weak:
         return type(self), tuple(self.arguments())  # weak references cannot be pickled
 
 
+def is_part(module: nn.Module, base: nn.Module) -> bool:
+    """Return whether a module is a part of a model now."""
+    return any(part is module for part in base.modules())
+
+
 class Row(Protocol):
     """One thing that hf_ckpt has put on a module, or has removed from it."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None if it no longer exists."""
 
     def undo(self) -> None:
         """Make the module as it was before."""
@@ -70,18 +83,15 @@ class Put(Weak):
             del vars(module)[name]
 
 
-@dataclasses.dataclass
-class Hooked:
-    """A hook that was registered with torch."""
-
-    handle: RemovableHandle
-    hook: Callable[..., Any]
+class Hooked(Weak):
+    """A hook that was registered with torch: the module, the handle, and the hook."""
 
     def undo(self) -> None:
         """Remove the hook, unless another one has got its number."""
-        hooks = self.handle.hooks_dict_ref()
-        if hooks is not None and hooks.get(self.handle.id) is self.hook:
-            self.handle.remove()
+        _, handle, hook = self.arguments()
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and hooks.get(handle.id) is hook:
+            handle.remove()
 
 
 class WithoutInputGradients(Weak):

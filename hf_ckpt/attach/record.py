@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hf_ckpt.attach.puts import Row, undo
+from hf_ckpt.attach.puts import Row, Weak, undo
 from hf_ckpt.attach.switches import Switched
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.host_memory import Mover
@@ -207,6 +207,8 @@ class Installation:
     for each time that the plan was put on."""
     switched: dict[str, Switched] = dataclasses.field(default_factory=dict)
     """Name of a module with a checkpointing flag -> its row in `puts`."""
+    modules: Weak = dataclasses.field(default_factory=Weak)
+    """The modules that the model had when the plan was put on. What others hold came with them: see `enable`."""
 
     # On the blocks. A copy of the model gets copies of these functions, so that its counts are its own.
     functions: Functions = dataclasses.field(default_factory=lambda: Functions(Spec()))
@@ -281,7 +283,9 @@ class Installation:
 
     def undo_puts(self) -> None:
         """Remove from the model what is on it while the plan is enabled. The plan is off then."""
-        undo(self.puts)
+        taken = [row.module for row in self.switched.values() if row.is_taken]
+        parts = {part for module in taken if module is not None for part in module.modules()}
+        undo(row for row in self.puts if row.module not in parts)  # whoever takes a block undoes what is on it
         self.puts = []
         self.switched = {}
         self.enabled = False

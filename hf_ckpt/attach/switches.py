@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.puts import Weak
+from hf_ckpt.attach.puts import Weak, is_part
 from hf_ckpt.engines.check import Check
 from hf_ckpt.engines.region import Region
 
@@ -82,26 +82,34 @@ def switch_off(module: nn.Module) -> None:
 
 
 class Switched(Weak):
-    """The attributes of a module, as they were before hf_ckpt set them.
+    """The attributes of a module of a model, as they were before hf_ckpt set them.
 
     Args:
         module: the module.
+        base: the model.
         before: its attributes before, as from `read`.
         region: the function that it calls while gradients are recorded; None without one.
     """
 
-    def __init__(self, module: nn.Module | None, before: Values, region: Region | None = None) -> None:
-        super().__init__(module, before)
+    def __init__(self, module: nn.Module, base: nn.Module, before: Values, region: Region | None = None) -> None:
+        super().__init__(module, base, before)
         self.region = region
 
     def arguments(self) -> list[Any]:
         """Return the arguments; a module that no longer exists is None."""
         return [*super().arguments(), self.region]
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the module has the function of another model's plan now, to which it was moved, or with which it is
+        shared."""
+        function = None if self.module is None else function_of(self.module)
+        return isinstance(function, Region) and function is not self.region
+
     def put(self, region: Region | None) -> None:
         """Let the module call another function from now on; none with None."""
         self.region = region
-        module, before = self._held
+        module, _, before = self._held
         values = before
         if region is not None:
             values = {**before, FLAG: GATE, FUNCTION: region}
@@ -110,10 +118,12 @@ class Switched(Weak):
         write(module(), values)
 
     def undo(self) -> None:
-        """Restore the attributes, unless the module has the function of another model's plan."""
-        module, before, region = self.arguments()
-        if module is None:
+        """Restore the attributes, also if something else has changed them since.
+
+        A module that was moved elsewhere may have been enabled there.
+        """
+        module, base, before, region = self.arguments()
+        if module is None or self.is_taken:
             return
-        function = function_of(module)
-        if function is region or not isinstance(function, Region):
+        if function_of(module) is region or (base is not None and is_part(module, base)):
             write(module, before)

@@ -17,6 +17,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.enable import exchange
 from hf_ckpt.attach.for_a_while import put_check
 from hf_ckpt.attach.record import Installation
+from hf_ckpt.attach.switches import function_of
 from hf_ckpt.engines.check import Check, Difference
 from hf_ckpt.errors import MismatchError
 from hf_ckpt.logs import warn_once
@@ -132,7 +133,9 @@ class Watch:
     def _blocks(self, record: Installation, running: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return (name, block) for the blocks that can be checked, in order."""
         regions = record.regions
-        names = [name for name in record.blocks if name in regions and not regions[name].compiles_block]
+        # Something else may have taken a function off its block.
+        present = [name for name, module in record.blocks.items() if function_of(module) is regions.get(name, module)]
+        names = [name for name in present if not regions[name].compiles_block]
         if any(region.compiles_block for region in regions.values()):
             self._not_checked["compiled blocks"] = "what its backward gets is inside a graph; use `hf_ckpt.verify`"
         elif not regions:

@@ -2,16 +2,19 @@
 freed, copied, pickled and saved like models without one; copies have their own plans."""
 
 import contextlib
+import copy
 import weakref
 
 import pytest
+from accelerate.hooks import ModelHook, add_hook_to_module
 from helpers.installed import ALL, active, flags, forward_hooks
 from helpers.snapshots import snapshot
-from helpers.steps import assert_same, enable, planned, recomputed, step, without_collector
+from helpers.steps import assert_near, assert_same, enable, planned, recomputed, step, without_collector
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import hf_ckpt
 from hf_ckpt import compat
+from hf_ckpt.attach import enable as enabling
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.models.blocks import find_blocks
@@ -112,6 +115,150 @@ def test_blocks_have_one_owner(first_on, first_off):
         hf_ckpt.uninstall(owner)
     model.zero_grad()
     assert snapshot(model) == before
+
+
+def names(model):
+    """Names of the attributes of every module."""
+    return {name: set(vars(module)) for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("place", ["head", "feed-forward"])
+def test_what_others_put_around_a_replaced_forward_outlives_the_plan(place):
+    """accelerate's hooks keep the forward that they find, and call it for ever."""
+    model = planned(tiny_model("llama"), {"head": 5, "mlp": 1000})
+    part = model.lm_head if place == "head" else model.model.layers[0].mlp
+    expected = step(model, BATCH)
+    add_hook_to_module(part, ModelHook())
+    calls = hf_ckpt.describe(model).chunked_heads
+    assert_near(expected, step(model, BATCH))
+    assert hf_ckpt.describe(model).chunked_heads == calls + 1
+    disable(model)
+    step(model, BATCH)
+    assert hf_ckpt.describe(model).chunked_heads == calls + 1
+    hf_ckpt.uninstall(model)
+    assert_near(expected, step(model, BATCH))
+
+
+def test_what_others_put_around_an_enable_method_outlives_the_plan():
+    model = tiny_model("llama")
+    hf_ckpt.install(model)
+    name = compat.transformers.ENABLE_NAMES[-1]
+    calls = []
+    method = getattr(model, name)
+    setattr(model, name, lambda *args: calls.append(args) or method(*args))
+    enable(model)
+    assert active(model) == ALL
+    hf_ckpt.uninstall(model)
+    enable(model, {"use_reentrant": False})  # transformers' own
+    assert len(calls) == 2
+    assert set(ALL) <= set(flags(model))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_plan_that_cannot_be_put_on_leaves_nothing_on_the_model(error, monkeypatch, caplog):
+    model = tiny_model("llama")
+    before = names(model)
+    hf_ckpt.install(model, {"head": 5, "mlp": 1000})
+    installed = names(model)
+    hooks = forward_hooks(model)
+
+    def fails(*args):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(enabling, "PassHook", fails)
+        with pytest.raises(error):
+            enable(model)
+    assert (names(model), flags(model)) == (installed, [])
+    assert sum(map(sum, forward_hooks(model).values())) < sum(map(sum, hooks.values()))  # nor a reminder
+    enable(model)
+    assert active(model) == ALL
+    assert hf_ckpt.describe(model).chunked_heads == 1
+    assert not caplog.records
+    hf_ckpt.uninstall(model)
+    assert names(model) == before
+
+
+def test_a_layer_that_was_taken_out_keeps_nothing_of_the_plan():
+    model = planned(tiny_model("llama"), {"mlp": 1000})
+    layer = model.model.layers[2]
+    model.model.layers[2] = tiny_model("llama").model.layers[2]
+    step(model, BATCH)
+    assert names(layer) == names(tiny_model("llama").model.layers[2])
+
+
+def test_a_layer_that_was_moved_is_left_to_its_new_model():
+    """It may be enabled by transformers there, or have a plan, whose hooks have the numbers of the old ones."""
+    first, second = planned(tiny_model("llama"), "selective"), tiny_model("llama", seed=1)
+    second.model.layers[0] = first.model.layers[1]
+    first.model.layers[1] = tiny_model("llama").model.layers[1]
+    step(first, BATCH)
+    enable(second, {"use_reentrant": False})
+    hf_ckpt.uninstall(first)
+    assert set(ALL) <= set(flags(second))
+    for model in (first, second):
+        planned(model, "selective")
+    second.model.layers[0] = first.model.layers[1]
+    step(second, BATCH)
+    hooks = forward_hooks(second)
+    hf_ckpt.uninstall(first)
+    assert forward_hooks(second) == hooks
+    step(second, BATCH)
+    assert set(recomputed(second)) == set(ALL)
+
+
+def test_two_models_share_a_head():
+    """It runs in chunks for the one that has asked first, until that one is uninstalled."""
+    first, second = planned(tiny_model("llama"), {"head": 5}), tiny_model("llama", seed=1)
+    second.lm_head = first.lm_head
+    for _ in range(2):
+        planned(second)
+    step(first, BATCH)
+    assert hf_ckpt.describe(first).chunked_heads == 1
+    hf_ckpt.uninstall(first)
+    planned(second, {"head": 5})
+    step(second, BATCH)
+    assert hf_ckpt.describe(second).chunked_heads == 1
+
+
+def test_a_copy_of_a_part_has_the_methods_of_its_class():
+    model = planned(tiny_model("llama"))
+    part = copy.deepcopy(model.model)
+    disable(part)
+    assert flags(part) == []
+    enable(part, {"use_reentrant": False})
+    assert {name.removeprefix("model.") for name in ALL} <= set(flags(part))
+    assert active(model) == ALL
+
+
+@pytest.mark.parametrize("inner", ["full", {"policy": "budget", "budget": "1GiB"}], ids=str)
+def test_a_model_that_is_enabled_takes_the_blocks_of_one_inside(inner):
+    """Also of one that was enabled after it was installed: the last call counts."""
+    model = tiny_model("llama")
+    before = names(model)
+    hf_ckpt.install(model, {"preserve_rng_state": False})
+    planned(model.model, inner)
+    step(model, BATCH)
+    enable(model)
+    assert installation(model.model) is None
+    disable(model.model)
+    enable(model)
+    assert active(model) == ALL
+    hf_ckpt.uninstall(model)
+    assert names(model) == before
+
+
+def test_the_watch_leaves_blocks_alone_that_another_model_has_taken():
+    first, second = (tiny_model("llama", seed=seed) for seed in range(2))
+    planned(first, {"check_every": 1})
+    planned(second)
+    second.model.layers[0] = first.model.layers[0]
+    step(second, BATCH)
+    assert recomputed(second) == ALL
+    hf_ckpt.uninstall(second)
+    for _ in range(2 * len(ALL)):
+        step(first, BATCH)
+    assert hf_ckpt.describe(first).recomputed == dict.fromkeys(ALL[1:], 2 * len(ALL)) | {ALL[0]: 0}
 
 
 # --- pausing and trying -----------------------------------------------------------------------------------------------
