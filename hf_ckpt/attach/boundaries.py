@@ -16,12 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import NOTHING, Freed
 from hf_ckpt.engines.head.chunked import auto_helps
+from hf_ckpt.measure.levels import Boundary
 from hf_ckpt.spec.actions import Action
 
 Gone = Callable[[], None] | None
-Mark = Callable[[str, str, bool, Action | None, Freed], None]
-"""Called at each boundary with (`forward`, `forwarded`, `backward` or `end`; name of the block; whether the block's
-input, or its output, requires gradients; for a mark of `engines.trials`, its action, and what the action frees)."""
+Mark = Callable[[Boundary, str, bool, Action | None, Freed], None]
+"""Called at each boundary with (what it is; name of the block; whether the block's input, or its output, requires
+gradients; for a mark of `engines.trials`, its action, and what the action frees)."""
 
 
 class Boundaries:
@@ -85,9 +86,9 @@ class Boundaries:
         """
         loss = getattr(output, "loss", None)
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss.register_hook(lambda gradient: self.mark("returned"))  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda gradient: self.mark(Boundary.RETURNED))  # type: ignore[no-untyped-call]
         else:
-            self.mark("returned")
+            self.mark(Boundary.RETURNED)
         self._running = self._call = None
 
     def was_interrupted(self) -> bool:
@@ -113,7 +114,12 @@ class Boundaries:
         self._handles = []
 
     def mark(
-        self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None, freed: Freed = NOTHING
+        self,
+        what: Boundary,
+        block: str = "",
+        has_graph: bool = True,
+        action: Action | None = None,
+        freed: Freed = NOTHING,
     ) -> None:
         """Mark a boundary, until `remove` is called."""
         with self._lock:
@@ -127,7 +133,7 @@ class Boundaries:
             return
         if torch.is_grad_enabled() and not compat.torch.is_compiling():
             self._block = name
-            self.mark("forward", name, _with_graph((args, kwargs)) is not None)
+            self.mark(Boundary.FORWARD, name, _with_graph((args, kwargs)) is not None)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: the forward of a block has ended."""
@@ -135,7 +141,7 @@ class Boundaries:
             return
         self._block = None
         hidden = _with_graph(output)
-        self.mark("forwarded", name, hidden is not None)
+        self.mark(Boundary.FORWARDED, name, hidden is not None)
         if hidden is not None:
             # The graph holds this hook, and so `_Graphs`, which exists as long as the graph does.
             begins: Any = functools.partial(self._begins_backward, name, self._graphs())
@@ -154,12 +160,12 @@ class Boundaries:
             compat.torch.call_after_backward(self._ends_backward)
             self._call = compat.frames.running_backward()
         self._in_backward = True
-        self.mark("backward", name)
+        self.mark(Boundary.BACKWARD, name)
 
     def _ends_backward(self) -> None:
         self._in_backward = False
         self._call = None
-        self.mark("end")
+        self.mark(Boundary.END)
 
     def before_optimizer(self) -> None:
         """An optimizer's step begins, maybe that of another model."""

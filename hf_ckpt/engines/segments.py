@@ -26,6 +26,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.host_memory import Group
 from hf_ckpt.engines.seen import Kept, version_of
 from hf_ckpt.engines.state import without_graph
+from hf_ckpt.measure.levels import Boundary
 
 _RESULTS = "hf_ckpt_results"
 """Attribute of a tensor that a block has returned, or of the base of such a view: geometry -> `Result`."""
@@ -61,7 +62,7 @@ class Watching:
     """What a measured step is told of segments: how much less it holds, and when hidden states are there again.
 
     Args:
-        mark: called with `made` and the name of a block whose results are there.
+        mark: called with `MADE` and the name of a block whose results are there.
     """
 
     def __init__(self, mark: Callable[..., None]) -> None:
@@ -139,7 +140,7 @@ class Run:
         if tensor is None:
             tensor = self._make()[place]
         if self.watching is not None:
-            self.watching.mark("made", self.block)
+            self.watching.mark(Boundary.MADE, self.block)
             self.sizes.pop(place, None)
         self.tensors.pop(place, None)
         return tensor

@@ -34,6 +34,7 @@ from hf_ckpt.engines.seen import NO_TENSORS
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import reason_of, shown
 from hf_ckpt.logs import warn_once
+from hf_ckpt.measure.levels import Boundary
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.models.parts import feed_forwards
 from hf_ckpt.spec.actions import AUTO_TOKENS, SAVE_CLASSES
@@ -125,7 +126,7 @@ class TiledRegion(FullSelectiveRegion):
         # If autocast cached casts of weights, their gradients would be summed in 16 bits.
         device_type = tiles[0].device.type
         dtype = compat.devices.autocast_dtype(device_type)
-        mark = _no_mark if self.trials is None else functools.partial(self.trials.mark, "tile", self.block)
+        mark = _no_mark if self.trials is None else functools.partial(self.trials.mark, Boundary.TILE, self.block)
         with compat.devices.autocast_to(device_type, dtype, caches=False):
             outputs = [part.checkpointed(_Tile(part, run, mark, *tile)) for tile in zip(tiles, inputs, strict=True)]
         return torch.cat(outputs, dim=1)

@@ -1,30 +1,18 @@
 """What other actions would keep and need, read while a `full` block is recomputed.
 
 The recomputation in backward holds all that the block saves, so there is room for it in every budget in which `full`
-fits. A trial runs the block under another action there, and marks the moments between which memory is read:
-
-| mark | moment |
-|---|---|
-| `held` | a run has saved nothing, but its graph is there: only of blocks whose layers hold tensors by themselves |
-| `cast` | nothing but autocast's cache is left of a plain run: what casts of weights need |
-| `trial` | that is freed, and the trial begins |
-| `tried` | its output has been freed; autocast's cache holds casts of weights again |
-| `shown`, `kept` | that cache has been freed, too, and only what the action keeps is left |
-| `freed` | so has the trial's graph: after `held` only |
+fits. A trial runs the block under another action there, and marks the moments between which memory is read, see
+`measure.levels.Boundary`: `CAST`, `TRIAL`, `TRIED`, and `SHOWN` or `KEPT`; where layers of the block hold tensors by
+themselves, `HELD` before these and `FREED` after them.
 
 The casts of weights are read apart, by a run before the trial, because they outlive the block's forward: other blocks
-may share the weights. Of the levels at these marks, `measure.levels` computes a `costs.steps.Trial`: what is kept is
-`tried` less `cast`, and what autocast's casts add for the backward is `shown` less `trial`, less what is kept.
+may share the weights. From the levels at these marks, `measure.levels` computes `costs.steps.Needs`: what is kept is
+`TRIED` less `CAST`, and what autocast's casts add for the backward is `SHOWN` less `TRIAL`, less what is kept.
 
 Blocks whose feed-forwards run in tiles may be recomputed under another action only where it has room. The first step
-finds out, by two more marks:
+finds out, by the marks `TILE` and `RECOMPUTED`.
 
-| mark | moment |
-|---|---|
-| `tile` | the recomputation of a tile begins |
-| `recomputed` | that of the block has ended, and says what it has dropped |
-
-A trial that ends with `shown` is freed, and the block runs once more. After `kept`, backward goes on with what the
+A trial that ends with `SHOWN` is freed, and the block runs once more. After `KEPT`, backward goes on with what the
 trial has kept, and so shows what the backward needs under the action.
 """
 
@@ -44,15 +32,16 @@ from hf_ckpt.engines.full import Recomputation
 from hf_ckpt.engines.rebuild.full_selective import Rebuilding
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.running import running
+from hf_ckpt.measure.levels import Boundary
 from hf_ckpt.spec.actions import Action
 
 
 class Mark(Protocol):
-    """Called with the name of a mark and of a block; for a trial, with its action, and at its end with what the block
+    """Called with a boundary and the name of a block; for a trial, with its action, and at its end with what the block
     was given and the action does not keep."""
 
     def __call__(
-        self, what: str, block: str = ..., has_graph: bool = ..., action: Action | None = ..., freed: Freed = ...
+        self, what: Boundary, block: str = ..., has_graph: bool = ..., action: Action | None = ..., freed: Freed = ...
     ) -> None: ...
 
 
@@ -64,7 +53,7 @@ class Attempts(NamedTuple):
     """What a measured step tries on one block."""
 
     shown: tuple[Action, ...] = ()
-    """Actions whose forward runs while the block is recomputed. Their trials end with the mark `shown`."""
+    """Actions whose forward runs while the block is recomputed. Their trials end with the mark `SHOWN`."""
     last: Action | None = None
     """The action of the recomputation itself, whose backward is measured, too; None for that of `full`."""
 
@@ -113,10 +102,10 @@ class Trials:
         """Run the trials, and then the recomputation."""
         for trial in self.shown:
             with compat.torch.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
-                self._run(trial, "shown", recomputation, trial.alone(recomputation.plain))
+                self._run(trial, Boundary.SHOWN, recomputation, trial.alone(recomputation.plain))
         if self.last is None:
             return self._marked(recomputation)
-        self._run(self.last, "kept", recomputation, recomputation.inner)
+        self._run(self.last, Boundary.KEPT, recomputation, recomputation.inner)
         return None  # torch's checkpoint does not use the output
 
     def _marked(self, recomputation: Recomputation) -> Any:
@@ -125,17 +114,19 @@ class Trials:
             return recomputation.again(recomputation.inner)
         finally:  # torch ends it by an exception as soon as it has all that backward needs
             if not self.shown:
-                self.mark("recomputed", self.block, freed=Freed(dropped=recomputation.dropped_bytes()))
+                self.mark(Boundary.RECOMPUTED, self.block, freed=Freed(dropped=recomputation.dropped_bytes()))
 
-    def _run(self, trial: Trial, last_mark: str, recomputation: Recomputation, function: Callable[..., Any]) -> None:
+    def _run(
+        self, trial: Trial, ends_with: Boundary, recomputation: Recomputation, function: Callable[..., Any]
+    ) -> None:
         """Run `function`, the block under the action of a trial, between the marks of the trial."""
         if compat.devices.autocast_is_on() and torch.is_autocast_cache_enabled():
             with compat.torch.without_saved_tensor_hooks():
                 recomputation.again(recomputation.plain)
         has_held = self._mark_held(recomputation)
-        self.mark("cast", self.block, True, trial.action)
+        self.mark(Boundary.CAST, self.block, True, trial.action)
         torch.clear_autocast_cache()
-        self.mark("trial", self.block, True, trial.action)
+        self.mark(Boundary.TRIAL, self.block, True, trial.action)
         inputs = _Inputs(recomputation.inputs)
         output = recomputation.again(function)
         # The graph holds what the action keeps. The hidden states that it returns belong to the next block.
@@ -143,12 +134,12 @@ class Trials:
         graph = [leaf.grad_fn for leaf in returned]
         inputs.pass_on(returned[1:])
         del output, returned
-        self.mark("tried", self.block, True, trial.action)
+        self.mark(Boundary.TRIED, self.block, True, trial.action)
         torch.clear_autocast_cache()
-        self.mark(last_mark, self.block, True, trial.action, inputs.freed(trial))
+        self.mark(ends_with, self.block, True, trial.action, inputs.freed(trial))
         del graph
         if has_held:
-            self.mark("freed", self.block)
+            self.mark(Boundary.FREED, self.block)
 
     def _mark_held(self, recomputation: Recomputation) -> bool:
         """Mark what layers of the block hold under any action; returns whether any layer does."""
@@ -159,7 +150,7 @@ class Trials:
             output = recomputation.again(recomputation.plain)
         graph = [leaf.grad_fn for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         del output
-        self.mark("held", self.block)
+        self.mark(Boundary.HELD, self.block)
         del graph
         return True
 

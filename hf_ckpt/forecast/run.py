@@ -34,7 +34,7 @@ from hf_ckpt.forecast.quantised import EightBitLinear
 from hf_ckpt.forecast.question import COSTS, MODEL, STEP, Question
 from hf_ckpt.forecast.ranks import on_a_rank
 from hf_ckpt.measure.fakes import FakeMeter
-from hf_ckpt.measure.levels import Levels, step_of
+from hf_ckpt.measure.levels import Boundary, Levels, step_of
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
 from hf_ckpt.models.families import refuse_long
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE, Action, planned_actions
@@ -316,10 +316,10 @@ def _run(model: nn.Module, record: Installation, attempts: Mapping[str, Attempts
         if step.forward is not None:
             cleanup.enter_context(mock.patch.object(model, "forward", step.forward))
         with meter:
-            marks.mark("begin")
+            marks.mark(Boundary.BEGIN)
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = _loss(model, training, step)
-            marks.mark("returned")
+            marks.mark(Boundary.RETURNED)
             loss.backward()  # type: ignore[no-untyped-call]
     levels = marks.levels()
     measured = step_of(levels)

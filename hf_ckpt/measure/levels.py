@@ -6,25 +6,17 @@ them. Reading memory takes time: on a CPU, and for allocators without peaks, liv
 allocator's statistics takes twenty times as long as an event. So a timed step reads no memory. On fake tensors both are
 exact, and one step has both.
 
-| mark | what begins or has ended there |
-|---|---|
-| `begin` | the step |
-| `forward`, `forwarded` | the forward of a block |
-| `returned` | the model's forward, and autocast around it |
-| `backward` | the backward of a block: its output's gradient has arrived |
-| `held`, `cast`, `trial`, `tried`, `shown` or `kept`, `freed` | a trial in a recomputation: see `engines.trials` |
-| `tile`, `recomputed` | in a recomputation without trials: see there, too |
-| `made` | a block whose hidden states were not held has them again, see `engines.segments`: `as_held` |
-| `end` | the backward of the step |
+Each boundary has a name, see `Boundary`.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +25,45 @@ from hf_ckpt.costs.steps import NOTHING, Call, CallName, Freed, Needs, Part, Ste
 from hf_ckpt.measure.live import Holder, LiveBytes, Reader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 from hf_ckpt.spec.actions import KEEP, Action
+
+
+class Boundary(enum.Enum):
+    """What begins or has ended at a boundary of a step."""
+
+    BEGIN = "begin"
+    """The step begins."""
+    FORWARD = "forward"
+    """The forward of a block begins."""
+    FORWARDED = "forwarded"
+    """The forward of a block has ended."""
+    RETURNED = "returned"
+    """The model's forward has ended, and autocast around it."""
+    BACKWARD = "backward"
+    """The backward of a block begins: its output's gradient has arrived."""
+    END = "end"
+    """The backward of the step has ended."""
+
+    # In the recomputation of a block: see `engines.trials`.
+    HELD = "held"
+    """A run has saved nothing, but its graph is there: only of blocks whose layers hold tensors by themselves."""
+    CAST = "cast"
+    """Nothing but autocast's cache is left of a plain run: what casts of weights need."""
+    TRIAL = "trial"
+    """That is freed, and the trial begins."""
+    TRIED = "tried"
+    """The trial's output has been freed; autocast's cache holds casts of weights again."""
+    SHOWN = "shown"
+    """That cache has been freed, too, and only what the action keeps is left. The block runs once more."""
+    KEPT = "kept"
+    """The same, but backward goes on with what the trial has kept."""
+    FREED = "freed"
+    """The trial's graph is freed: after `HELD` only."""
+    TILE = "tile"
+    """The recomputation of a tile begins."""
+    RECOMPUTED = "recomputed"
+    """A recomputation without trials has ended, and says what it has dropped."""
+    MADE = "made"
+    """A block whose hidden states were not held has them again, see `engines.segments`: `as_held`."""
 
 
 class Clock(Protocol):
@@ -80,12 +111,11 @@ class DeviceClock:
 class Level:
     """The readings at one boundary of a step."""
 
-    what: str
-    """One of the marks above."""
-    block: str
-    """Name of the block; empty for `begin` and `end`."""
+    what: Boundary
+    block: str = ""
+    """Name of the block; empty for what is not of a block."""
     has_graph: bool = True
-    """For `forward`: whether the block's input requires gradients. For `forwarded`: whether its output does."""
+    """For `FORWARD`: whether the block's input requires gradients. For `FORWARDED`: whether its output does."""
     bytes: int = 0
     """Bytes alive."""
     peak_bytes: int = 0
@@ -119,11 +149,16 @@ class Levels:
         """Whether the backward ended in a thread that the reader does not see."""
 
     def mark(
-        self, what: str, block: str = "", has_graph: bool = True, action: Action | None = None, freed: Freed = NOTHING
+        self,
+        what: Boundary,
+        block: str = "",
+        has_graph: bool = True,
+        action: Action | None = None,
+        freed: Freed = NOTHING,
     ) -> None:
         """Record a boundary; see `Level`. `attach.boundaries` lets only one thread at a time call it."""
         alive_bytes, peak_bytes = (0, 0) if self.reader is None else self.reader.read()
-        if what == "end" and self.reader is not None:
+        if what is Boundary.END and self.reader is not None:
             self.is_blind = not self.reader.sees_this_thread()
         stamp = None if self._clock is None else self._clock.stamp()
         missing_bytes = self.missing_bytes()
@@ -136,9 +171,9 @@ class Levels:
             self.reader.stop()
 
     @property
-    def last(self) -> str:
-        """What the last boundary is; empty before the first."""
-        return self._marked[-1][0].what if self._marked else ""
+    def last(self) -> Boundary | None:
+        """What the last boundary is; None before the first."""
+        return self._marked[-1][0].what if self._marked else None
 
     def levels(self) -> tuple[Level, ...]:
         """Return all boundaries, with the times between them. Waits for an accelerator."""
@@ -181,10 +216,10 @@ def as_held(levels: Sequence[Level]) -> list[Level]:
     held = []
     is_made = False
     for level in levels:
-        if level.what == "made":
+        if level.what is Boundary.MADE:
             is_made = True
             continue
-        ends = level.what in ("backward", "end")
+        ends = level.what in (Boundary.BACKWARD, Boundary.END)
         peak = level.peak_bytes + level.missing_bytes + (freed if is_made and ends else 0)
         held.append(dataclasses.replace(level, bytes=level.bytes + level.missing_bytes, peak_bytes=peak))
         is_made = is_made and not ends
@@ -197,7 +232,7 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
     None if it has no end, no call, or a repeated backward, or if backwards do not follow all forwards in reverse
     order, which plans rely on.
     """
-    if not levels or levels[0].what != "begin" or levels[-1].what != "end":
+    if not levels or levels[0].what is not Boundary.BEGIN or levels[-1].what is not Boundary.END:
         return None
     places = _places_of_calls(levels)
     if places is None:
@@ -228,7 +263,7 @@ def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None
 
 def saves_nothing(levels: Collection[Level]) -> bool:
     """Whether the blocks of a step ran, and none recorded a graph: only what is above them is trained."""
-    graphs = [level.has_graph for level in levels if level.what == "forwarded"]
+    graphs = [level.has_graph for level in levels if level.what is Boundary.FORWARDED]
     return bool(graphs) and not any(graphs)
 
 
@@ -241,15 +276,15 @@ def _places_of_calls(levels: Sequence[Level]) -> tuple[dict[CallName, int], dict
     with_graph: list[CallName] = []
     """Calls whose backward has not come, in the order of their forwards."""
     for place, level in enumerate(levels):
-        if level.what == "forward":
-            if backwards or levels[place + 1].what != "forwarded":  # it raised, or blocks run in threads
+        if level.what is Boundary.FORWARD:
+            if backwards or levels[place + 1].what is not Boundary.FORWARDED:  # it raised, or blocks run in threads
                 return None
             name = level.block, numbers[level.block]
             numbers[level.block] += 1
             forwards[name] = place
             if levels[place + 1].has_graph:
                 with_graph.append(name)
-        elif level.what == "backward":
+        elif level.what is Boundary.BACKWARD:
             later_calls = [number for number, (block, _) in enumerate(with_graph) if block == level.block]
             if not later_calls:
                 return None
@@ -261,7 +296,7 @@ def _places_of_calls(levels: Sequence[Level]) -> tuple[dict[CallName, int], dict
 
 def _head(levels: Sequence[Level], forwarded: int, backward: int) -> tuple[Part, Part]:
     """What runs between the last forward and the first backward of blocks: see `Step.head`."""
-    ends = [place for place in range(forwarded, backward) if levels[place].what == "returned"]
+    ends = [place for place in range(forwarded, backward) if levels[place].what is Boundary.RETURNED]
     # A loss of several forwards, as in DPO, has several ends. A model whose forward is not called has none.
     returned = ends[-1] if ends else forwarded
     rest = part_of(levels, returned, backward)
@@ -271,22 +306,49 @@ def _head(levels: Sequence[Level], forwarded: int, backward: int) -> tuple[Part,
 
 def _with_backward(call: Call, levels: Sequence[Level], first: int) -> Call:
     """The call with its backward, which begins at the place `first`, and with the trials in it."""
-    end = next(place for place in range(first + 1, len(levels)) if levels[place].what in ("backward", "end"))
+    last = (Boundary.BACKWARD, Boundary.END)
+    end = next(place for place in range(first + 1, len(levels)) if levels[place].what in last)
     backward = part_of(levels, first, end)
-    needs = {}
-    for place in range(first, end):
-        action = levels[place].action
-        # A block inside a running block has trials of its own, which belong to no call.
-        if levels[place].what in ("shown", "kept") and levels[place].block == call.name[0] and action is not None:
-            needs[action] = _needs(levels, first, place, end)
+    # A block inside a running block has trials of its own, which belong to no call.
+    of_block = [place for place in range(first, end) if levels[place].block == call.name[0]]
+    needs = {trial.action: _needs(levels, first, trial, end) for trial in _trials(levels, of_block)}
     if needs:
         # The peaks of the trials are no part of the backward, but what runs before the first and after the last is. The
-        # bytes alive at the end are right, since trials are freed. A backward after `kept` is not that of `full`: only
+        # bytes alive at the end are right, since trials are freed. A backward after `KEPT` is not that of `full`: only
         # the trials of such a step are used.
         peak = max(levels[first + 1].peak_bytes, levels[end].peak_bytes)
         backward = dataclasses.replace(backward, peak=peak - levels[first].bytes)
-    whole_bytes = _whole_bytes([*(level for level in levels[first:end] if level.block == call.name[0]), levels[end]])
+    whole_bytes = _whole_bytes([*(levels[place] for place in of_block), levels[end]])
     return dataclasses.replace(call, backward=backward, needs=needs, whole_bytes=whole_bytes)
+
+
+class _Trial(NamedTuple):
+    """The levels at the boundaries of one trial: see `engines.trials`."""
+
+    action: Action
+    held: Level | None
+    """At `HELD`; None if the layers of the block hold nothing by themselves."""
+    cast: Level
+    begin: Level
+    tried: Level
+    ended: Level
+    """At `SHOWN` or `KEPT`."""
+    place: int
+    """The place of the last boundary of the trial, behind which its backward or the next run begins."""
+
+
+def _trials(levels: Sequence[Level], places: Iterable[int]) -> Iterator[_Trial]:
+    """Yield the trials of a block, whose boundaries are at these places."""
+    seen: dict[Boundary, Level] = {}
+    for place in places:
+        level = levels[place]
+        seen[level.what] = level
+        if level.what in (Boundary.SHOWN, Boundary.KEPT) and level.action is not None:
+            held = seen.get(Boundary.HELD)
+            begin = place if held is None else place + 1  # `FREED` follows
+            cast, trial, tried = (seen[what] for what in (Boundary.CAST, Boundary.TRIAL, Boundary.TRIED))
+            yield _Trial(level.action, held, cast, trial, tried, level, begin)
+            seen.clear()
 
 
 def _whole_bytes(levels: Sequence[Level]) -> int:
@@ -296,7 +358,7 @@ def _whole_bytes(levels: Sequence[Level]) -> int:
         levels: of the block, from the beginning of its backward, and the one at the end.
     """
     dropped_bytes = sum(level.freed.dropped for level in levels)
-    places = [place for place, level in enumerate(levels) if level.what == "tile"]
+    places = [place for place, level in enumerate(levels) if level.what is Boundary.TILE]
     # In the first one, which may be short, weights get gradients that stay. The last one is followed by the backward of
     # the rest of the block.
     alone = places[1:-1] or places
@@ -304,32 +366,21 @@ def _whole_bytes(levels: Sequence[Level]) -> int:
     return dropped_bytes + len(places) * tile_bytes
 
 
-def _needs(levels: Sequence[Level], first: int, last: int, end: int) -> Needs:
-    """What a trial has shown, whose marks are the four or five up to the place `last`: see `engines.trials`.
-
-    Args:
-        levels: of the step.
-        first: where the backward of the block begins.
-        last: the mark `shown` or `kept`.
-        end: where the backward of the block ends.
-    """
-    cast, trial, tried, ended = levels[last - 3 : last + 1]
-    kept = tried.bytes - cast.bytes  # autocast's cache is full at both, so its copies of weights cancel out
-    arrival = trial.bytes - levels[first].bytes
-    before = levels[last - 4]
-    held = before.bytes - cast.bytes if before.what == "held" else 0
-    begin = last + 1 if levels[last + 1].what == "freed" else last
-    rest = part_of(levels, begin, end)
-    backward_peak = rest.peak + arrival if ended.what == "kept" else None
+def _needs(levels: Sequence[Level], first: int, trial: _Trial, end: int) -> Needs:
+    """What a trial has shown, in a backward of its block that begins and ends at the places `first` and `end`."""
+    # Autocast's cache is full at both, so its copies of weights cancel out.
+    kept = trial.tried.bytes - trial.cast.bytes
+    arrival = trial.begin.bytes - levels[first].bytes
+    rest = part_of(levels, trial.place, end)
     return Needs(
-        forward_peak=tried.peak_bytes - trial.bytes,
+        forward_peak=trial.tried.peak_bytes - trial.begin.bytes,
         kept=kept,
-        kept_casts=ended.bytes - trial.bytes - kept,
-        backward_peak=backward_peak,
+        kept_casts=trial.ended.bytes - trial.begin.bytes - kept,
+        backward_peak=rest.peak + arrival if trial.ended.what is Boundary.KEPT else None,
         arrival=arrival,
-        freed=ended.freed,
-        held=held,
-        forward_nanoseconds=tried.nanoseconds,
+        freed=trial.ended.freed,
+        held=0 if trial.held is None else trial.held.bytes - trial.cast.bytes,
+        forward_nanoseconds=trial.tried.nanoseconds,
         backward_nanoseconds=rest.nanoseconds,
     )
 

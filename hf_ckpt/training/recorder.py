@@ -16,7 +16,7 @@ from hf_ckpt.costs.steps import Step
 from hf_ckpt.engines.segments import Watching
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.measure.levels import DeviceClock, Levels, as_held, reader_for, step_of
+from hf_ckpt.measure.levels import Boundary, DeviceClock, Levels, as_held, reader_for, step_of
 from hf_ckpt.measure.memory import keeps_statistics
 from hf_ckpt.models.blocks import vocabulary_head
 
@@ -50,7 +50,7 @@ class Recorder:
         """Whether what it has shown is stored, but for what the optimizer's step needs."""
         self._end.atexit = False  # at the end of the process there is nothing to clean up for
         self.begin_forward()
-        levels.mark("begin")
+        levels.mark(Boundary.BEGIN)
 
     def begin_forward(self) -> None:
         """Measure from here until the graph of the forward is gone."""
@@ -61,12 +61,12 @@ class Recorder:
     @property
     def goes_on(self) -> bool:
         """Whether a forward that begins now belongs to the step: the last one had no backward, and its graph exists."""
-        return self.levels.last in ("forwarded", "returned") and self.boundaries.has_graph
+        return self.levels.last in (Boundary.FORWARDED, Boundary.RETURNED) and self.boundaries.has_graph
 
     @property
     def has_ended(self) -> bool:
         """Whether the backward of the step has ended."""
-        return self.levels.last == "end"
+        return self.levels.last is Boundary.END
 
     @property
     def was_left(self) -> bool:
@@ -78,7 +78,7 @@ class Recorder:
     @property
     def had_backward(self) -> bool:
         """Whether a block had a backward."""
-        return any(level.what == "backward" for level in self.levels.levels())
+        return any(level.what is Boundary.BACKWARD for level in self.levels.levels())
 
     @property
     def peak_bytes(self) -> int:

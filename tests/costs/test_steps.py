@@ -11,7 +11,7 @@ from torch import nn
 from hf_ckpt.costs.costs import step_nanoseconds, timeline
 from hf_ckpt.costs.steps import Call, Needs, Part, needs_between
 from hf_ckpt.engines.trials import Attempts
-from hf_ckpt.measure.levels import Level, step_of
+from hf_ckpt.measure.levels import Boundary, Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.planner.planner import Planner
 from hf_ckpt.spec.actions import FULL, FULL_SELECTIVE, KEEP, SELECTIVE
@@ -62,12 +62,12 @@ class Machine:
         def trial(block, action, ends_with):
             nonlocal level
             level += self.cast
-            mark("cast", block, action=action)
+            mark(Boundary.CAST, block, action=action)
             level -= self.cast
-            mark("trial", block, action=action)
+            mark(Boundary.TRIAL, block, action=action)
             need(self.work + self.cast + kept[action])
             level += self.cast + kept[action]
-            mark("tried", block, action=action)
+            mark(Boundary.TRIED, block, action=action)
             level -= 0 if action == KEEP else self.cast
             mark(ends_with, block, action=action)
 
@@ -75,28 +75,28 @@ class Machine:
             """Most bytes of the backward of a block that has kept what it keeps under the action."""
             return self.again + kept[KEEP] - kept[action] + self.gradients
 
-        mark("begin")
+        mark(Boundary.BEGIN)
         need(3, 7)
         level += 3
         for number, action in enumerate(plan):
             graph = number >= frozen
-            mark("forward", f"b{number}", number > frozen)
+            mark(Boundary.FORWARD, f"b{number}", number > frozen)
             need(self.work + self.cast + (kept[action] if graph else 0), 100)
             level += (self.hidden + kept[action] if graph else 0) + self.cast
-            mark("forwarded", f"b{number}", graph)
+            mark(Boundary.FORWARDED, f"b{number}", graph)
             need(0, 10)
         need(self.head, 30)
         with_casts = [action == KEEP and number >= frozen for number, action in enumerate(plan)]
         level -= self.cast * (len(plan) - sum(with_casts))
-        mark("returned")
+        mark(Boundary.RETURNED)
         need(self.loss, 20)
         for number in range(len(plan) - 1, frozen - 1, -1):
             name = f"b{number}"
-            mark("backward", name)
+            mark(Boundary.BACKWARD, name)
             shown, last = attempts[number] if attempts else ((), None)
             before = level
             for action in shown:
-                trial(name, action, "shown")
+                trial(name, action, Boundary.SHOWN)
                 level = before
             if last is None:
                 # Recomputed, a block holds what it keeps in the forward and in the backward.
@@ -107,11 +107,11 @@ class Machine:
                     size = max(self.work + self.cast, casts + backward_of(again)) + kept[again]
                 need(size, round(300 * SHARES[plan[number]]) - 100)
             else:
-                trial(name, last, "kept")
+                trial(name, last, Boundary.KEPT)
                 need(backward_of(last))
                 level = before
             level += self.gradients - self.hidden - kept[plan[number]] - self.cast * with_casts[number]
-        mark("end")
+        mark(Boundary.END)
         return found
 
 
@@ -198,9 +198,9 @@ def test_steps_that_skip_blocks_tell_what_one_that_skips_none_needs(machine, cal
 def test_steps_that_tell_nothing():
     """Steps without an end, with a repeated backward, with a forward between backwards, or with swapped backwards."""
     levels = Machine(3).levels([FULL] * 3)
-    first = next(place for place, level in enumerate(levels) if level.what == "backward")
+    first = next(place for place, level in enumerate(levels) if level.what is Boundary.BACKWARD)
     until, later = levels[: first + 1], levels[first + 1 :]
-    between = [Level("forward", "b0"), Level("forwarded", "b0")]
+    between = [Level(Boundary.FORWARD, "b0"), Level(Boundary.FORWARDED, "b0")]
     swapped = [later[1], later[0], *later[2:]]
     assert step_of(levels) is not None
     for rest in (later[:-1], [until[-1], *later], [*between, *later], swapped):

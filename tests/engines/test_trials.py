@@ -16,7 +16,7 @@ from hf_ckpt.attach.enable import put_on
 from hf_ckpt.attach.for_a_while import temporarily
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.trials import Attempts
-from hf_ckpt.measure.levels import Levels, step_of
+from hf_ckpt.measure.levels import Boundary, Levels, step_of
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -97,7 +97,7 @@ def measured(name, actions, shown=(), last=None, segments=None):
             record.set_trials({tried: Attempts(tuple(shown), last)}, levels.mark)
         with live:
             boundaries.begin()
-            levels.mark("begin")
+            levels.mark(Boundary.BEGIN)
             one_step(model, batch, autocast)
         boundaries.remove()
         again = {name: region.recomputed - before[name] for name, region in record.regions.items()}

@@ -123,7 +123,7 @@ class Trainings(RuleBasedStateMachine):
         self.go_on(count)
 
     def budget_of(self, share):
-        least, most = (needed(*self.kind, policy) for policy in (True, False))
+        least, most = (needed(*self.kind, is_full) for is_full in (True, False))
         return round(least + share * (most - least))
 
     def spec(self):

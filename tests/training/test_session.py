@@ -36,7 +36,7 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.measure.levels import Levels
+from hf_ckpt.measure.levels import Boundary, Levels
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP
@@ -162,7 +162,7 @@ def test_a_measured_step_ends_before_ddp_waits_for_other_ranks(monkeypatch):
 
     def mark(levels, what, *more):
         marked(levels, what, *more)
-        if what == "end":
+        if what is Boundary.END:
             ended.append(current(model).phase)
             assert waiting
             arrive()
