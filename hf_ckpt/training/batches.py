@@ -7,6 +7,7 @@ the step really had is known at its end.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -21,6 +22,9 @@ from hf_ckpt import compat
 NEAR = 0.8
 """Batches of at least this share of another one's size use its measurements and plans. A plan for 25 % more tokens
 recomputes a little more than it must, which costs less than to measure and race each length by itself."""
+
+SMALLER_STEPS = 3
+"""After so many measured steps in a row with fewer or smaller forwards than expected, no others are expected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +84,7 @@ class Batch:
 
     def has_room_for(self, forwards: Sequence[Forward]) -> bool:
         """Whether these forwards are not more, and none is larger, than those of this batch."""
-        if len(self.forwards) < len(forwards):
-            return False
-        return all(larger.covers(smaller) for larger, smaller in zip(self.forwards, forwards, strict=False))
+        return _have_room(self.forwards, forwards)
 
     @property
     def elements(self) -> int:
@@ -132,13 +134,24 @@ class Batch:
         return text + padded + (", accumulated" if self.has_gradients else "")
 
 
+def _have_room(planned: Sequence[Forward], forwards: Sequence[Forward]) -> bool:
+    """Whether forwards are not more, and none is larger, than planned ones."""
+    if len(planned) < len(forwards):
+        return False
+    return all(larger.covers(smaller) for larger, smaller in zip(planned, forwards, strict=False))
+
+
 class StepForwards:
     """The forwards of the current step, and those that such steps are expected to have."""
 
     def __init__(self) -> None:
         self.current: list[Forward] = []
-        self._expected: dict[tuple[Any, Forward], tuple[Forward, ...]] = {}
-        """(state of the model, first forward of a step) -> all forwards of such a step."""
+        self._beginning: Any = None
+        """How the current step has begun: (state of the model, whether it has gradients, first forward)."""
+        self._expected: dict[Any, tuple[Forward, ...]] = {}
+        """How a step begins -> all forwards of such a step."""
+        self._smaller: collections.Counter[Any] = collections.Counter()
+        """How a step begins -> measured steps in a row with fewer or smaller forwards than were expected."""
         self._has_padding = False
         """Whether a batch was padded."""
 
@@ -159,11 +172,24 @@ class StepForwards:
         self._has_padding |= is_padded
         return Forward(stack, tuple(shapes), is_padded)
 
-    def begin(self, forward: Forward, state: tuple[Any, int]) -> tuple[Forward, ...]:
+    def begin(self, forward: Forward, has_gradients: bool, state: tuple[Any, int]) -> tuple[Forward, ...]:
         """Begin a step with this forward. Returns all forwards that it is expected to have."""
         self.current = [forward]
-        return self._expected.get((state, forward), (forward,))
+        self._beginning = state, has_gradients, forward
+        return self._expected.get(self._beginning, (forward,))
 
-    def learn(self, state: tuple[Any, int]) -> None:
-        """Expect the forwards of the current step of all steps that begin like it."""
-        self._expected[state, self.current[0]] = tuple(self.current)
+    def learn(self) -> None:
+        """Expect the forwards of the current step of all steps that begin like it.
+
+        Of steps that begin alike and take turns, as in a GAN, the ones with more or larger forwards are expected: a
+        plan for them has room for the others.
+        """
+        beginning = self._beginning
+        forwards = tuple(self.current)
+        expected = self._expected.get(beginning, ())
+        if forwards != expected and _have_room(expected, forwards):
+            self._smaller[beginning] += 1
+            if self._smaller[beginning] < SMALLER_STEPS:
+                return
+        self._smaller[beginning] = 0
+        self._expected[beginning] = forwards

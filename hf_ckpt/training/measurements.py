@@ -23,6 +23,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hf_ckpt import compat
 from hf_ckpt.costs.costs import Costs, costs_of_step
 from hf_ckpt.costs.steps import Call, CallName, Needs, Step, needs_between, step_between
 from hf_ckpt.engines.trials import Attempts
@@ -191,8 +192,12 @@ class Measurements:
         module = self.modules[block]
         # A frozen weight saves other tensors than a trained one. The types of modules also tell activations apart.
         parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+        # A copy of a layer has a config of its own, which later changes of the model's attention do not reach.
+        configs = [vars(part).get("config") for part in module.modules()]
+        attention = frozenset(getattr(config, compat.transformers.ATTENTION, None) for config in configs)
+        kinds = tuple(map(type, module.modules()))
         # Blocks in eval mode run as they are, whatever their action is.
-        same = parameters, tuple(map(type, module.modules())), batch.state[0], self.fixed.get(block), module.training
+        same = parameters, kinds, attention, batch.state[0], self.fixed.get(block), module.training
         return self._numbers.setdefault(same, len(self._numbers))
 
     # --- measured batches that are like others ---

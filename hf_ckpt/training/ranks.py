@@ -174,7 +174,7 @@ class RanksSession(Session):
         """Only note that steps have more forwards: no rank can take another plan in the middle of a step."""
         assert self.planned is not None
         if len(self._forwards.current) > len(self.planned.batch.forwards):
-            self._forwards.learn(self.planned.batch.state)
+            self._forwards.learn()
 
     def _begin(self, record: Installation, base: nn.Module, running: nn.Module, planned: Planned, *batch: Any) -> None:
         if planned.phase is not Phase.RACE:  # whole optimizer steps are timed

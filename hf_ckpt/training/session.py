@@ -169,7 +169,7 @@ class Session:
         state = self._state.present
         has_gradients = self._state.has_gradients()
         # A guess for a step of several forwards: only the first is known now, and it must run under some plan.
-        batch = Batch(self._forwards.begin(forward, state), has_gradients, state)
+        batch = Batch(self._forwards.begin(forward, has_gradients, state), has_gradients, state)
         self._optimizers.has_stepped = False
         self._graphs = None
         if start_bytes is not None:
@@ -447,7 +447,7 @@ class Session:
         # The step has another plan in its first forwards than in this one, so its measurements mean nothing.
         self._drop()
         if len(self._forwards.current) > len(planned.batch.forwards):
-            self._forwards.learn(planned.batch.state)
+            self._forwards.learn()
         self.planned = self._maker.keeping_least(planned.batch, Phase.PAUSED)
         exchange(base, record, self.planned.plan)
 
@@ -552,7 +552,7 @@ class Session:
         can_chunk = self._spec.head == "whole" and self._state.parameters_stay
         self._maker.chunks_help = can_chunk and recorder.boundaries.chunks_help
         assert self.planned is not None
-        self._forwards.learn(self.planned.batch.state)
+        self._forwards.learn()
         self._learn(self.planned, recorder, step)
         return True
 

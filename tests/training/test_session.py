@@ -39,7 +39,7 @@ from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.measure.levels import Boundary, Levels
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.spec.actions import FULL, KEEP
+from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.training.guard import OomGuard
 from hf_ckpt.training.measurements import TIMED_STEPS
 from hf_ckpt.training.phases import RACE_STEPS, Phase
@@ -311,7 +311,7 @@ def test_an_irregular_step_delays_the_plan_by_few_steps(kind):
 @sparing(
     "kind, every",
     [
-        *((kind, 2) for kind in IRREGULAR if kind != "two forwards"),  # two sorts of steps that take turns
+        *((kind, 2) for kind in IRREGULAR),  # two sorts of steps that take turns
         *((kind, 1) for kind in ("pause", "two forwards", *list(IRREGULAR)[:2])),
     ],
     ("no backward", 2),
@@ -487,6 +487,22 @@ def test_a_model_that_changes_is_measured_again(change):
     assert set(plans[0]) == {FULL}
     assert plans[-1] == plans[-2]
     assert current(model).batch == [*session.plans][-1]
+
+
+def test_copied_blocks_that_call_another_attention_are_of_a_kind_of_their_own():
+    """A copy of a layer has a config of its own, which later changes of the model's attention do not reach."""
+    model = tiny_model("llama", layers=LAYERS, attention="sdpa")
+    model.model.layers.append(copy.deepcopy(model.model.layers[-1]))
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.set_attn_implementation("eager")
+    plain = copy.deepcopy(model)
+    budgeted(model, "1GiB")
+    run(model, [BATCH] * 3)
+    action = Action("selective", ("attention",))
+    planned(plain, {"policy": action.kind, "save": [*action.save], "check_every": 0})
+    measurements = installation(model).session._measurements
+    predicted = measurements.costs(current(model).batch).peak(dict.fromkeys(measurements.blocks, action))
+    assert predicted == pytest.approx(live_peak(plain, BATCH), rel=0.01)
 
 
 def in_a_checkpoint(model):
