@@ -202,7 +202,7 @@ class MemoryTimeCallback(TrainerCallback):
         self, training_step: Callable[..., Any], record: Installation | None, *args: Any, **kwargs: Any
     ) -> Any:
         # A session waits for the device when it stores a measured step, which is in the next one.
-        if not self._reads_lags or (record is not None and record.measuring):
+        if not self._reads_lags or (record is not None and record.measuring is not None):
             return self._reporting(training_step, *args, **kwargs)
         host = DeviceClock()
         clock = self._figures.clock

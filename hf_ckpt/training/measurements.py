@@ -36,7 +36,7 @@ TIMED_STEPS = 2
 the step only."""
 
 
-RECOMPUTED = {FULL: KEEP, FULL_SELECTIVE: SELECTIVE}
+RECOMPUTED_UNDER = {FULL: KEEP, FULL_SELECTIVE: SELECTIVE}
 """Action -> the one under which its recomputation runs: see `Call.recomputed`."""
 LENGTHS = 3
 """Lengths that are measured: bytes at all others follow from them, see `steps.step_between`."""
@@ -334,9 +334,9 @@ class Measurements:
     def _tried_actions(self) -> tuple[Action, ...]:
         """The actions that recomputations try.
 
-        Others follow from them: see `RECOMPUTED`.
+        Others follow from them: see `RECOMPUTED_UNDER`.
         """
-        return tuple(action for action in self.actions[:-1] if action not in RECOMPUTED)
+        return tuple(action for action in self.actions[:-1] if action not in RECOMPUTED_UNDER)
 
     def actions_to_run(self, batch: Batch, limit: int) -> dict[str, Action]:
         """Return blocks to run under an action that was not measured, if they fit into a limit, in bytes.
@@ -480,7 +480,7 @@ class Measurements:
     def _needs_of(self, call: Call) -> dict[Action, Needs]:
         """What a call has shown of every action, also of those whose recomputation is like another one."""
         needs = dict(call.needs)
-        for action, inner in RECOMPUTED.items():
+        for action, inner in RECOMPUTED_UNDER.items():
             need = call.needs.get(inner)
             if need is not None and need.backward_peak is not None and action in self.actions[:-1]:
                 needs[action] = call.recomputed(need)

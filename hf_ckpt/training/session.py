@@ -110,8 +110,8 @@ class Session:
         skips = compat.transformers.skips_blocks(base)
         self._measurements = Measurements(blocks, actions, {**fixed, **record.avoided}, skips)
         self._state = ModelState(base, self._devices)
-        stay = self._state.parameters_stay
-        self._maker = PlanMaker(blocks, record, self._devices, self._measurements, self._budget, stay)
+        parameters_stay = self._state.parameters_stay
+        self._maker = PlanMaker(blocks, record, self._devices, self._measurements, self._budget, parameters_stay)
         self._race = Race()
         self._optimizers = OptimizerStates()
         self._forwards = StepForwards()

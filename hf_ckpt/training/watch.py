@@ -97,7 +97,7 @@ class Watch:
             session: the session of the run under `budget` and `auto`.
         """
         self.stop()
-        if record.measuring:
+        if record.measuring is not None:
             return
         self._forwards += 1
         if session is not None and session.recorder is not None:
@@ -126,8 +126,8 @@ class Watch:
             return
         name, module = blocks[self._turn % len(blocks)]
         self._turn += 1
-        stays = compat.distributed.parameters_stay(base)
-        check = put_check(module, name, room_bytes=room, whole=stays, done=self._has_ended)
+        parameters_stay = compat.distributed.parameters_stay(base)
+        check = put_check(module, name, room_bytes=room, whole=parameters_stay, done=self._has_ended)
         self._check = weakref.ref(check)
 
     def _blocks(self, record: Installation, running: nn.Module) -> list[tuple[str, nn.Module]]:
