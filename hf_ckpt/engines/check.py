@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.runs import FirstThenAgain
 from hf_ckpt.engines.seen import Seen
 from hf_ckpt.engines.settings import Settings
 
@@ -267,11 +268,37 @@ class Check:
         # wherever `unseen_by_modes` stands below.
         with compat.torch.unseen_by_modes():
             changes = self.changes = _Changes(self.module, args)
-        output = self.function(functools.partial(_Forward(self, bound.func), *bound.args, **bound.keywords), *args)
+        # Only the first call runs under the hooks of this check.
+        forward = FirstThenAgain(
+            functools.partial(self._run, bound.func),
+            functools.partial(self._run_again, bound.func),
+            owner=getattr(bound.func, "__self__", None),
+        )
+        output = self.function(functools.partial(forward, *bound.args, **bound.keywords), *args)
         changes.forward_has_ended()
         if not self.saved:
             self.done(self)
         return output
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward, and see what autograd saves."""
+        assert self.changes is not None
+        with torch.no_grad(), compat.torch.unseen_by_modes():
+            inputs = _plain_among(args, kwargs)
+            self.changes.inputs = [Seen(tensor.detach()) if self.reserve(tensor) else None for tensor in inputs]
+        outer = compat.torch.top_saved_tensor_hooks()
+        if outer is None:
+            return function(*args, **kwargs)
+        # The graph refers to `unpack` only, so not to the outer hooks, which hold the inputs of the block.
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(self.pack, outer), self.unpack):
+            return function(*args, **kwargs)
+
+    def _run_again(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Recompute the block, and compare its inputs with those of the forward until the check has ended."""
+        if self.changes is not None:
+            with torch.no_grad(), compat.torch.unseen_by_modes():
+                self.changes.runs_again(_plain_among(args, kwargs))
+        return function(*args, **kwargs)
 
     @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, outer: compat.torch.SavedTensorHooks, tensor: torch.Tensor) -> Saved:
@@ -366,34 +393,10 @@ class Check:
         return _the_same, (self.function,)  # a copy of the model has the block's function in the check's place
 
 
+def _plain_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments whose values can be compared."""
+    return [leaf for leaf in compat.torch.tree_leaves((args, kwargs)) if _is_plain(leaf)]
+
+
 def _the_same(function: Any) -> Any:
     return function
-
-
-class _Forward:
-    """The forward of a block. Only its first call runs under the saved-tensor hooks of a check."""
-
-    def __init__(self, check: Check, function: Callable[..., Any]) -> None:
-        self.check = check
-        self.function = function
-        self.ran = False
-        self.__self__ = getattr(function, "__self__", None)  # until transformers 5.17, engines find the block by it
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check = self.check
-        changes = check.changes
-        if changes is None:  # the check has ended
-            return self.function(*args, **kwargs)
-        with torch.no_grad(), compat.torch.unseen_by_modes():
-            inputs = [leaf for leaf in compat.torch.tree_leaves((args, kwargs)) if _is_plain(leaf)]
-            if self.ran:
-                changes.runs_again(inputs)
-            else:
-                changes.inputs = [Seen(tensor.detach()) if check.reserve(tensor) else None for tensor in inputs]
-        outer = None if self.ran else compat.torch.top_saved_tensor_hooks()
-        self.ran = True
-        if outer is None:
-            return self.function(*args, **kwargs)
-        # The graph refers to `unpack` only, so not to the outer hooks, which hold the inputs of the block.
-        with torch.autograd.graph.saved_tensors_hooks(functools.partial(check.pack, outer), check.unpack):
-            return self.function(*args, **kwargs)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
+from hf_ckpt.engines.runs import Runs
 from hf_ckpt.errors import ChangedBlockError, HfCkptError, reason_of
 
 FIXED = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter, torch.Size, torch.dtype})
@@ -35,18 +36,18 @@ CONTAINERS = (list, dict, set, collections.deque, bytearray, array.array, numpy.
 
 def as_given(
     block: str, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[Callable[..., Any], tuple[Any, ...], list[torch.Tensor]]:
-    """Return what a block passes to its checkpointing function, such that every call has containers of its own.
+) -> tuple[Runs, tuple[Any, ...], list[torch.Tensor]]:
+    """Return what a block passes to its checkpointing function, such that every run has containers of its own.
 
-    The first call, the forward, gets the caller's containers. Without containers, `fn` and `args` are returned as is.
+    The first run, the forward, gets the caller's containers.
 
     Args:
         block: name of the block, for errors.
         fn: the block's own forward, with arguments bound by `functools.partial`.
         args: further positional arguments.
 
-    Returns the function, its arguments, and the tensors given by keyword or inside of containers. torch's checkpoint
-    saves positional ones.
+    Returns how the forward runs, its positional arguments, and the tensors given by keyword or inside of containers.
+    torch's checkpoint saves positional ones.
 
     Raises `HfCkptError` for a container, an iterator or an object that cannot be copied.
     """
@@ -58,7 +59,7 @@ def as_given(
     if FIXED.issuperset(map(type, values)):
         tensors = [value for value in values if type(value) in _TENSORS]
         if True not in map(_requires_grad, tensors):
-            return fn, args, tensors
+            return Runs(fn, fn), args, tensors
     tensors = []
 
     def collect(value: Any) -> Any:
@@ -77,34 +78,31 @@ def as_given(
         ) from error
     is_same = all(map(operator.is_, (*positional, *keywords.values()), (*args, *bound.keywords.values())))
     if is_same and True not in map(_requires_grad, tensors):
-        return fn, args, tensors  # nothing had to be copied
-    forward = _CallersFirst(bound.func, (*bound.args, *args), bound.keywords)
-    return functools.partial(forward, *bound.args, **keywords), tuple(positional), tensors
+        return Runs(fn, fn), args, tensors  # nothing had to be copied
+    ids = list(map(id, (*bound.args, *args)))
+    again = functools.partial(_OnCopies(bound.func, ids), *bound.args, **keywords)
+    return Runs(lambda *copies: fn(*args), again), tuple(positional), tensors
 
 
-class _CallersFirst:
-    """A block's forward. Its first call gets what the caller gave, and later ones get copies of their arguments.
+class _OnCopies:
+    """A block's forward, each of whose calls gets copies: there may be several recomputations (`retain_graph=True`).
 
-    Their positional tensors are cut from the graph already; those given by keyword or inside of containers are not.
+    Positional tensors are cut from the graph already; those given by keyword or inside of containers are not.
+
+    Args:
+        fn: the forward.
+        ids: ids of the positional arguments of the first run. A tensor that was given twice must be one tensor.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], ids: list[int]) -> None:
         self.fn = fn
-        self.callers: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, keywords)
-        """The caller's arguments. None once the forward has begun: a block may add its results to containers, and their
-        graphs refer to this object."""
-        self.ids = list(map(id, args))
-        """Ids of the positional arguments. A tensor that is given twice must be one tensor in later calls, too."""
+        self.ids = ids
         self.__self__ = getattr(fn, "__self__", None)  # until transformers 5.17, engines find the block by it
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        callers = self.callers
-        self.callers = None
-        if callers is None:
-            # Copied once more, because there may be another recomputation (`retain_graph=True`).
-            cuts = dict(zip((*self.ids, *map(id, args)), (*args, *args), strict=True))
-            callers = copied((args, keywords), {}, functools.partial(cut, cuts=cuts), objects=True)
-        return self.fn(*callers[0], **callers[1])
+        cuts = dict(zip((*self.ids, *map(id, args)), (*args, *args), strict=True))
+        args, keywords = copied((args, keywords), {}, functools.partial(cut, cuts=cuts), objects=True)
+        return self.fn(*args, **keywords)
 
 
 _requires_grad = operator.attrgetter("requires_grad")

@@ -18,6 +18,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines import segments
 from hf_ckpt.engines.copies import as_given, cut
 from hf_ckpt.engines.region import Region, Request
+from hf_ckpt.engines.runs import FirstThenAgain, Runs
 from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Above, Settings
 from hf_ckpt.engines.state import ForwardState
@@ -39,7 +40,7 @@ class Recomputation(NamedTuple):
     plain: Callable[..., Any]
     """The block's own forward."""
     inner: Callable[..., Any]
-    """The function that ran in the forward in its place; see `Recomputing.inner`."""
+    """The function that runs in its place; see `Recomputing.inner`."""
     inputs: list[torch.Tensor]
     """The tensors that the block is given, first its hidden states; empty if it is not known which these are."""
     dropped_bytes: Callable[[], int]
@@ -56,7 +57,7 @@ class Recomputing(Protocol):
     @property
     def mark(self) -> Callable[..., None]: ...
 
-    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]: ...
+    def inner(self, runs: Runs) -> Runs: ...
 
     def recompute(self, recomputation: Recomputation) -> Any: ...
 
@@ -93,9 +94,9 @@ class FullRegion(Region):
         """Bytes of what the last recomputation has dropped of all that autograd would save."""
         return 0
 
-    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing."""
-        return fn
+    def inner(self, runs: Runs) -> Runs:
+        """Return what to run in place of the block's own forward, in the forward and when recomputing."""
+        return runs
 
     def state_for(self, fn: Callable[..., Any], inputs: SeenTensors = NO_TENSORS) -> ForwardState:
         """Record the state of the block whose forward `fn` is about to run; only random state if the block is unknown.
@@ -137,19 +138,23 @@ class FullRegion(Region):
             )
         self.forwards += 1
         # A block may change a list that it is given. Its recomputation must find the list as it was.
-        fn, args, tensors = as_given(self.block, fn, args)
+        runs, args, tensors = as_given(self.block, fn, args)
         arguments = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
-        inputs = SeenTensors(tensors)
-        counted = Counted(fn, self, inputs)
-        run = self._run_in_segment if self.recomputes_input or self.passes_on else self.checkpointed
+        # In the forward, too: `full+selective` puts hooks there, by which backward gets what a recomputation packs.
+        inner = self.inner(runs) if self.trials is None or self.trials.last is None else self.trials.inner(runs)
+        counted = Counted(self, self.state_for(fn, SeenTensors(tensors)), inner.again, runs.again)
+        function = FirstThenAgain(functools.partial(counted.run, inner.first), counted.recompute)
+        run = self.checkpointed
+        if self.recomputes_input or self.passes_on:
+            run = functools.partial(self._run_in_segment, counted)
         try:
             if self.trials is None or self.trials.last is None:
-                output = run(counted, *args)
+                output = run(function, *args)
             else:
                 # torch ends a recomputation by an exception as soon as it has the last tensor that backward needs. A
                 # trial has to see its output, because it marks the memory after that is freed.
                 with set_checkpoint_early_stop(False):
-                    output = run(counted, *args)
+                    output = run(function, *args)
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
@@ -193,11 +198,11 @@ class FullRegion(Region):
             return "there are saved-tensor hooks around the model (another checkpoint, `save_on_cpu`)"
         return None
 
-    def _run_in_segment(self, counted: Counted, *args: Any) -> Any:
+    def _run_in_segment(self, counted: Counted, function: FirstThenAgain, *args: Any) -> Any:
         """As `checkpointed`, with hidden states that are made again, or from which the next block's are."""
         run = self.run_before(args)
         with contextlib.nullcontext() if run is None else segments.instead_of_results(run):
-            output = self.checkpointed(counted, *args)
+            output = self.checkpointed(function, *args)
         if self.passes_on and args and isinstance(args[0], torch.Tensor) and self._why_not_in_segment() is None:
             others = counted.state.inputs.tensors
             segments.pass_on(output, counted.again, args, run, others, self.block, self.watching)
@@ -210,7 +215,7 @@ class FullRegion(Region):
             *args,
             use_reentrant=False,  # torch is reentrant by default
             # `ForwardState` does it instead, and restores nothing where the forward drew nothing.
-            preserve_rng_state=self.preserve_rng_state and not isinstance(fn, Counted),
+            preserve_rng_state=self.preserve_rng_state and not isinstance(fn, FirstThenAgain),
             determinism_check=self.determinism_check,
         )
 
@@ -225,30 +230,34 @@ class FullRegion(Region):
 
 
 class Counted:
-    """A block's forward. All calls after the first count as recomputations and run in the state of the first."""
+    """A block's forward, and its recomputations, which it counts and runs in the state of the forward."""
 
-    __slots__ = ("fn", "plain", "ran", "region", "state", "trials")
+    __slots__ = ("inner", "plain", "region", "state", "trials")
 
-    def __init__(self, fn: Callable[..., Any], region: FullRegion, inputs: SeenTensors) -> None:
-        self.plain = fn
-        self.trials = region.trials
-        # In the forward, too: `Rebuilding` puts hooks there, by which backward gets what its recomputation packs.
-        self.fn = region.inner(fn) if self.trials is None or self.trials.last is None else self.trials.inner(fn)
+    def __init__(
+        self, region: FullRegion, state: ForwardState, inner: Callable[..., Any], plain: Callable[..., Any]
+    ) -> None:
         self.region = region
-        self.ran = False
-        self.state = region.state_for(fn, inputs)
+        self.state = state
+        self.inner = inner
+        """What recomputations run; see `FullRegion.inner`."""
+        self.plain = plain
+        """The block's own forward in them."""
+        self.trials = region.trials
 
-    def __call__(self, *args: Any) -> Any:
-        if not self.ran:
-            self.ran = True
-            # torch raises some errors outside of this function, before and after it calls it again in backward.
-            name_block = functools.partial(_name_block, self.region.block)
-            return compat.checkpoint.run_watched(name_block, self.state.run, self.fn, args)
+    def run(self, first: Callable[..., Any], *args: Any) -> Any:
+        """Run the forward, `first(*args)`."""
+        # torch raises some errors outside of this function, before and after it recomputes.
+        name_block = functools.partial(_name_block, self.region.block)
+        return compat.checkpoint.run_watched(name_block, self.state.run, first, args)
+
+    def recompute(self, *args: Any) -> Any:
+        """Run the forward again, in the state of the first run."""
         self.region.recomputed += 1
         try:
             if self.trials is not None:
                 return self.trials.recompute(self._recomputation(args))
-            return compat.checkpoint.run_again(self.state.recompute, self.fn, _cut(args))
+            return compat.checkpoint.run_again(self.state.recompute, self.inner, _cut(args))
         except compat.checkpoint.StopRecomputation:  # no error: torch ends a recomputation by it
             raise
         except Exception as error:
@@ -262,7 +271,7 @@ class Counted:
             with contextlib.ExitStack() as context:
                 if not self.region.parameters_stay:
                     context.enter_context(compat.distributed.gathered(self.state.block))
-                return self.state.recompute(self.fn, _cut(args))
+                return self.state.recompute(self.inner, _cut(args))
         except Exception as error:
             _name_block(self.region.block, error)
             raise
@@ -273,10 +282,10 @@ class Counted:
         if not args or compat.torch.is_any_wrapper(map(type, inputs)):
             inputs = []
 
-        def again(runs: Callable[..., Any]) -> Any:
-            return self.state.recompute(runs, _cut(args))
+        def again(function: Callable[..., Any]) -> Any:
+            return self.state.recompute(function, _cut(args))
 
-        return Recomputation(again, self.plain, self.fn, inputs, lambda: self.region.dropped_bytes)
+        return Recomputation(again, self.plain, self.inner, inputs, lambda: self.region.dropped_bytes)
 
 
 def _cut(args: tuple[Any, ...]) -> tuple[Any, ...]:

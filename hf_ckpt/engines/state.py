@@ -297,7 +297,9 @@ class ForwardState:
         assert self.block is not None
         if not settings.still_apply(self.block):
             return False
-        dicts = settings.dicts(self.block) if self.held else []
+        if not self.held:
+            return True
+        dicts = settings.dicts(self.block)
         return all(_is_same(dicts[number].get(key), content) for (number, key), content in self.held)
 
     def _has_same_tensors(self, settings: Settings) -> bool:

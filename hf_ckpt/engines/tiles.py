@@ -30,7 +30,7 @@ from hf_ckpt.engines.head.chunks import autocast
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.running import running
-from hf_ckpt.engines.seen import NO_TENSORS
+from hf_ckpt.engines.runs import FirstThenAgain, Runs
 from hf_ckpt.engines.state import StepState
 from hf_ckpt.errors import reason_of, shown
 from hf_ckpt.logs import warn_once
@@ -76,18 +76,18 @@ class TiledRegion(FullSelectiveRegion):
             self.forwards -= 1
             return self(fn, *args)
 
-    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the block's own forward `fn`, with its feed-forwards in tiles both in the forward and later."""
+    def inner(self, runs: Runs) -> Runs:
+        """Return the block's own forward, with its feed-forwards in tiles both in the forward and later."""
+        return super().inner(Runs(*[functools.partial(self._run, fn) for fn in runs]))
 
-        def run(*args: Any) -> Any:
-            before = running.tiles
-            running.tiles = self
-            try:
-                return fn(*args)
-            finally:
-                running.tiles = before
-
-        return super().inner(run)
+    def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run the block's own forward `fn` with its feed-forwards in tiles."""
+        before = running.tiles
+        running.tiles = self
+        try:
+            return fn(*args)
+        finally:
+            running.tiles = before
 
     def run_in_tiles(self, name: str, module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
         """Run a feed-forward, which has the plain forward `forward`, on hidden states [..., tokens, hidden size]."""
@@ -128,7 +128,7 @@ class TiledRegion(FullSelectiveRegion):
         dtype = compat.devices.autocast_dtype(device_type)
         mark = _no_mark if self.trials is None else functools.partial(self.trials.mark, Boundary.TILE, self.block)
         with compat.devices.autocast_to(device_type, dtype, caches=False):
-            outputs = [part.checkpointed(_Tile(part, run, mark, *tile)) for tile in zip(tiles, inputs, strict=True)]
+            outputs = [part.checkpointed(_tile(part, run, mark, *tile)) for tile in zip(tiles, inputs, strict=True)]
         return torch.cat(outputs, dim=1)
 
 
@@ -225,33 +225,26 @@ class _TileFailedError(Exception):
     """A tile of a feed-forward raised an error. From now on, it runs as a whole."""
 
 
-class _Tile(Counted):
-    """The forward of one tile. It takes no arguments, because a checkpoint would save them.
+def _tile(
+    region: FullRegion, forward: Callable[..., Any], mark: Callable[[], None], rows: torch.Tensor, saved: torch.Tensor
+) -> FirstThenAgain:
+    """Return the forward of one tile. It takes no arguments, because a checkpoint would save them.
 
     Args:
         region: the region of the feed-forward's tiles.
         forward: runs the feed-forward.
         mark: called when the recomputation begins.
-        rows: the input [1, tokens, hidden size].
+        rows: the input [1, tokens, hidden size]. After the forward, it is only among the tensors that autograd saved.
         saved: what `_Input` returned for the input.
     """
+    counted = Counted(region, region.state_for(forward), forward, forward)
 
-    def __init__(
-        self, region: FullRegion, forward: Callable[..., Any], mark: Callable[[], None], rows: torch.Tensor, saved: Any
-    ) -> None:
-        super().__init__(forward, region, NO_TENSORS)
-        self.mark = mark
-        self.rows: torch.Tensor | None = rows
-        """The input until the forward has begun; later it is only among the tensors that autograd saved."""
-        self.saved = saved
+    def recompute() -> Any:
+        (rows,) = saved.grad_fn.saved_tensors  # type: ignore[union-attr]  # the first tile recomputes the block
+        mark()
+        return counted.recompute(rows)
 
-    def __call__(self) -> Any:
-        rows = self.rows
-        self.rows = None
-        if rows is None:
-            (rows,) = self.saved.grad_fn.saved_tensors  # the first tile recomputes the block
-            self.mark()
-        return super().__call__(rows)
+    return FirstThenAgain(functools.partial(counted.run, forward, rows), recompute)
 
 
 class _Input(torch.autograd.Function):

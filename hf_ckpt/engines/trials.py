@@ -29,9 +29,10 @@ import torch
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import Freed
 from hf_ckpt.engines.full import Recomputation
-from hf_ckpt.engines.rebuild.full_selective import Rebuilding
+from hf_ckpt.engines.rebuild.full_selective import rebuilding
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.engines.running import running
+from hf_ckpt.engines.runs import Runs
 from hf_ckpt.measure.levels import Boundary
 from hf_ckpt.spec.actions import Action
 
@@ -65,9 +66,9 @@ class Trial(NamedTuple):
     region: RebuildRegion | None
     """None for `keep`."""
 
-    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run in place of the block's forward `fn`, inside of torch's checkpoint."""
-        return fn if self.region is None else Rebuilding(fn, self.region, as_selective=True)
+    def inner(self, runs: Runs) -> Runs:
+        """Return what to run in place of the block's own forward, inside of torch's checkpoint."""
+        return runs if self.region is None else rebuilding(runs, self.region, as_selective=True)
 
     def alone(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that runs the block under the action, outside of torch's checkpoint."""
@@ -90,13 +91,13 @@ class Trials:
     """The trial that the recomputation itself is; None if the block is recomputed as under `full`, and may stop when
     all tensors are there that backward needs."""
 
-    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to run in place of the block's own forward `fn`, in the forward and when recomputing.
+    def inner(self, runs: Runs) -> Runs:
+        """Return what to run in place of the block's own forward, in the forward and when recomputing.
 
         There must be a `last` trial.
         """
         assert self.last is not None
-        return self.last.inner(fn)
+        return self.last.inner(runs)
 
     def recompute(self, recomputation: Recomputation) -> Any:
         """Run the trials, and then the recomputation."""

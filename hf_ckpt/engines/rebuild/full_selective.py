@@ -8,6 +8,7 @@ tensor without memory in place of each dropped one, of the same shape and type, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.engines.rebuild.unpacking import unpack
 from hf_ckpt.engines.rebuild.values import Value, View
 from hf_ckpt.engines.region import Region, Request
+from hf_ckpt.engines.runs import Runs
 from hf_ckpt.engines.seen import Kept
 
 _VALUE = "hf_ckpt_value"
@@ -45,44 +47,54 @@ class FullSelectiveRegion(FullRegion):
         """Bytes of what the last recomputation has dropped of all that autograd would save."""
         return sum(self.rebuilding.dropped_sizes.values())
 
-    def inner(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the block's own forward `fn`: its first call runs as it is, and later ones run under `selective`."""
-        return Rebuilding(fn, self.rebuilding)
+    def inner(self, runs: Runs) -> Runs:
+        """Return the block's own forward: it first runs as it is, and then under `selective`."""
+        return rebuilding(runs, self.rebuilding)
 
 
-@dataclasses.dataclass(eq=False)
-class Rebuilding:
-    """A block's forward inside of torch's checkpoint: its first call runs as it is, later ones under `selective`.
+def rebuilding(runs: Runs, region: RebuildRegion, *, as_selective: bool = False) -> Runs:
+    """Return a block's forward inside of torch's checkpoint: it first runs as it is, and then under `selective`.
 
     torch's checkpoint matches the tensors that the forward saves with those of a recomputation, by their order. So the
     forward runs under the pack hook of the checkpoint, and each recomputation calls that hook for each tensor, too.
 
     Args:
-        fn: the block's own forward.
+        runs: the block's own forward.
         region: the function of the block under `selective`.
         as_selective: whether what a node needs is held until it has run, as autograd holds it without a checkpoint.
     """
+    return Runs(
+        functools.partial(_run, runs.first, as_selective),
+        functools.partial(_run_under_selective, runs.again, region),
+    )
 
-    fn: Callable[..., Any]
-    region: RebuildRegion
-    as_selective: bool = False
-    has_run: bool = False
 
-    def __call__(self, *args: Any) -> Any:
-        hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
-        if hooks is None or not compat.checkpoint.are_of_a_checkpoint(hooks):  # it runs for what it returns
-            return self.fn(*args)
-        pack_of_checkpoint, unpack_of_checkpoint = hooks
-        if self.has_run:
-            sizes = self.region.dropped_sizes = {}
-            self.region.forwards += 1
-            return self.region.run(
-                self.fn, args, hooks=lambda tape: (_Recomputed(tape, pack_of_checkpoint, sizes).pack, unpack)
-            )
-        self.has_run = True
-        loaded = _Loaded(unpack_of_checkpoint, self.as_selective)
-        with torch.autograd.graph.saved_tensors_hooks(pack_of_checkpoint, loaded.unpack):
-            return self.fn(*args)
+def _run(fn: Callable[..., Any], as_selective: bool, *args: Any) -> Any:
+    """Run a block's forward for the first time."""
+    hooks = _hooks_of_checkpoint()
+    if hooks is None:
+        return fn(*args)
+    pack_of_checkpoint, unpack_of_checkpoint = hooks
+    loaded = _Loaded(unpack_of_checkpoint, as_selective)
+    with torch.autograd.graph.saved_tensors_hooks(pack_of_checkpoint, loaded.unpack):
+        return fn(*args)
+
+
+def _run_under_selective(fn: Callable[..., Any], region: RebuildRegion, *args: Any) -> Any:
+    """Run a block's forward again."""
+    hooks = _hooks_of_checkpoint()
+    if hooks is None:
+        return fn(*args)
+    pack_of_checkpoint, _ = hooks
+    sizes = region.dropped_sizes = {}
+    region.forwards += 1
+    return region.run(fn, args, hooks=lambda tape: (_Recomputed(tape, pack_of_checkpoint, sizes).pack, unpack))
+
+
+def _hooks_of_checkpoint() -> compat.torch.SavedTensorHooks | None:
+    """Return the saved-tensor hooks of the checkpoint around the block; None if it runs for what it returns."""
+    hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
+    return hooks if hooks is not None and compat.checkpoint.are_of_a_checkpoint(hooks) else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +131,7 @@ class _Loaded:
 
     Args:
         unpack_of_checkpoint: the checkpoint's hook, which runs the recomputation first.
-        as_selective: see `Rebuilding`.
+        as_selective: see `rebuilding`.
     """
 
     unpack_of_checkpoint: Callable[[Any], torch.Tensor]
