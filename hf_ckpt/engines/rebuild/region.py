@@ -137,10 +137,7 @@ class RebuildRegion(Region):
 
         Raises `TransformError` if the forward calls a function of torch.func that allows no hooks.
         """
-        if self.parts_are_sharded is None:
-            block = compat.transformers.module_of(fn)
-            self.parts_are_sharded = block is not None and any(map(compat.distributed.is_sharded, block.children()))
-        tape = Tape(self, args, store, self._versions(fn) if self.reads_parameters else None)
+        tape = self._tape(fn, args, store)
         output = None
         pack, unpack_saved = hooks(tape)
         recording = self._recording(fn, args, tape) if describes else None
@@ -169,6 +166,13 @@ class RebuildRegion(Region):
             if recording is not None:
                 recording.close()
             self._learn(tape)
+
+    def _tape(self, fn: Callable[..., Any], args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> Tape:
+        """Return the tape of a forward that begins."""
+        if self.parts_are_sharded is None:
+            block = compat.transformers.module_of(fn)
+            self.parts_are_sharded = block is not None and any(map(compat.distributed.is_sharded, block.children()))
+        return Tape(self, args, store, self._versions(fn) if self.reads_parameters else None)
 
     def _recording(self, fn: Callable[..., Any], args: tuple[Any, ...], tape: Tape) -> Recording | None:
         """Return what records the names of saved tensors in the first forward; None in later ones."""
