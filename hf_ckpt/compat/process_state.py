@@ -57,9 +57,11 @@ class RandomState:
 
     def of_torch_has_moved(self) -> bool:
         """The same for torch's generators alone."""
-        return (self.of_cpu is not None and _bytes(self.of_cpu) != _bytes(torch.get_rng_state())) or any(
-            _bytes(state) != _bytes(_of_device(device)) for device, state in self.devices
-        )
+        if self.of_cpu is not None and _bytes(self.of_cpu) != _bytes(torch.get_rng_state()):
+            return True
+        if not self.devices:
+            return False
+        return any(_bytes(state) != _bytes(_of_device(device)) for device, state in self.devices)
 
     def restore(self) -> None:
         """Reset the generators to this state."""

@@ -140,21 +140,8 @@ class FullRegion(Region):
         # A block may change a list that it is given. Its recomputation must find the list as it was.
         runs, args, tensors = as_given(self.block, fn, args)
         arguments = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
-        # In the forward, too: `full+selective` puts hooks there, by which backward gets what a recomputation packs.
-        inner = self.inner(runs) if self.trials is None or self.trials.last is None else self.trials.inner(runs)
-        counted = Counted(self, self.state_for(fn, SeenTensors(tensors)), inner.again, runs.again)
-        function = FirstThenAgain(functools.partial(counted.run, inner.first), counted.recompute)
-        run = self.checkpointed
-        if self.recomputes_input or self.passes_on:
-            run = functools.partial(self._run_in_segment, counted)
         try:
-            if self.trials is None or self.trials.last is None:
-                output = run(function, *args)
-            else:
-                # torch ends a recomputation by an exception as soon as it has the last tensor that backward needs. A
-                # trial has to see its output, because it marks the memory after that is freed.
-                with set_checkpoint_early_stop(False):
-                    output = run(function, *args)
+            output = self._run_checkpointed(runs, self.state_for(fn, SeenTensors(tensors)), args)
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
@@ -171,6 +158,23 @@ class FullRegion(Region):
                 operation = None if tensor.grad_fn is None else tensor.grad_fn.name()
                 raise InPlaceError(self.block, tensor, version, operation)
         return output
+
+    def _run_checkpointed(self, runs: Runs, state: ForwardState, args: tuple[Any, ...]) -> Any:
+        """Run the block's own forward, and checkpoint it."""
+        trials = self.trials if self.trials is not None and self.trials.last is not None else None
+        # In the forward, too: `full+selective` puts hooks there, by which backward gets what a recomputation packs.
+        inner = self.inner(runs) if trials is None else trials.inner(runs)
+        counted = Counted(self, state, inner.again, runs.again)
+        function = FirstThenAgain(functools.partial(counted.run, inner.first), counted.recompute)
+        run = self.checkpointed
+        if self.recomputes_input or self.passes_on:
+            run = functools.partial(self._run_in_segment, counted)
+        if trials is None:
+            return run(function, *args)
+        # torch ends a recomputation by an exception as soon as it has the last tensor that backward needs. A trial has
+        # to see its output, because it marks the memory after that is freed.
+        with set_checkpoint_early_stop(False):
+            return run(function, *args)
 
     def run_before(self, args: tuple[Any, ...]) -> segments.Run | None:
         """Return the run of the block before that makes the hidden states `args[0]` again; None if they are held.
