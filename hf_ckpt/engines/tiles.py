@@ -59,6 +59,8 @@ class TiledRegion(FullSelectiveRegion):
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
+    useless = ""  # rebuilding is only a means here
+
     def __init__(self, block: str, *, tile: int | str, **options: Any) -> None:
         super().__init__(block, save=SAVE_CLASSES, **options)
         self.tile = tile

@@ -136,6 +136,29 @@ def test_selective_warns_once_if_nothing_can_be_dropped(caplog):
     assert caplog.text.count("found nothing in blocks like toy that can be rebuilt") == 1
 
 
+NOTHING = "found nothing in blocks like model.layers.0 that can be rebuilt"
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"policy": "selective"}, ["`selective` with save ['linear', 'attention'] " + NOTHING]),
+        ({"policy": "full+selective"}, ["`full+selective` with save ['linear', 'attention'] " + NOTHING]),
+        ({"policy": "full", "mlp": 8}, []),
+        ({"policy": "budget", "budget": "1GiB"}, []),
+    ],
+    ids=str,
+)
+def test_a_warning_that_nothing_can_be_rebuilt_names_what_was_asked_for(spec, says, caplog):
+    """With one adapter at its end, the first block saves a single tensor, which nothing rebuilds."""
+    model = planned(with_lora(tiny_model("llama", layers=2), "llama", targets=["down_proj"], lora_dropout=0.0), spec)
+    for number in range(2):
+        step(model, tiny_batch("llama"), seed=number)
+    assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
+    found = [text for record in caplog.records if "can be rebuilt" in (text := record.getMessage())]
+    assert [text[: len(said)] for text, said in zip(found, says, strict=True)] == says
+
+
 def test_selective_warns_once_inside_another_checkpoint(caplog):
     for _ in range(2):
         toy(lambda x: checkpoint(RebuildRegion("toy", save=()), torch.tanh, x, use_reentrant=False), parameters=())

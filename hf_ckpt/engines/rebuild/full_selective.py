@@ -38,6 +38,12 @@ class FullSelectiveRegion(FullRegion):
         options: keyword arguments for `torch.utils.checkpoint`.
     """
 
+    useless = (
+        "`full+selective` with save %s found nothing in blocks like %s that can be rebuilt, so their recomputation "
+        "saves every activation. Use `full` for such blocks."
+    )
+    """See `RebuildRegion.run`."""
+
     def __init__(self, block: str, *, save: tuple[str, ...], **options: Any) -> None:
         super().__init__(block, **options)
         self.rebuilding = RebuildRegion(block, save=save)
@@ -49,10 +55,10 @@ class FullSelectiveRegion(FullRegion):
 
     def inner(self, runs: Runs) -> Runs:
         """Return the block's own forward: it first runs as it is, and then under `selective`."""
-        return rebuilding(runs, self.rebuilding)
+        return rebuilding(runs, self.rebuilding, useless=self.useless)
 
 
-def rebuilding(runs: Runs, region: RebuildRegion, *, as_selective: bool = False) -> Runs:
+def rebuilding(runs: Runs, region: RebuildRegion, *, as_selective: bool = False, useless: str = "") -> Runs:
     """Return a block's forward inside of torch's checkpoint: it first runs as it is, and then under `selective`.
 
     torch's checkpoint matches the tensors that the forward saves with those of a recomputation, by their order. So the
@@ -62,10 +68,11 @@ def rebuilding(runs: Runs, region: RebuildRegion, *, as_selective: bool = False)
         runs: the block's own forward.
         region: the function of the block under `selective`.
         as_selective: whether what a node needs is held until it has run, as autograd holds it without a checkpoint.
+        useless: see `RebuildRegion.run`.
     """
     return Runs(
         functools.partial(_run, runs.first, as_selective),
-        functools.partial(_run_under_selective, runs.again, region),
+        functools.partial(_run_under_selective, runs.again, region, useless),
     )
 
 
@@ -80,7 +87,7 @@ def _run(fn: Callable[..., Any], as_selective: bool, *args: Any) -> Any:
         return fn(*args)
 
 
-def _run_under_selective(fn: Callable[..., Any], region: RebuildRegion, *args: Any) -> Any:
+def _run_under_selective(fn: Callable[..., Any], region: RebuildRegion, useless: str, *args: Any) -> Any:
     """Run a block's forward again."""
     hooks = _hooks_of_checkpoint()
     if hooks is None:
@@ -88,7 +95,9 @@ def _run_under_selective(fn: Callable[..., Any], region: RebuildRegion, *args: A
     pack_of_checkpoint, _ = hooks
     sizes = region.dropped_sizes = {}
     region.forwards += 1
-    return region.run(fn, args, hooks=lambda tape: (_Recomputed(tape, pack_of_checkpoint, sizes).pack, unpack))
+    return region.run(
+        fn, args, hooks=lambda tape: (_Recomputed(tape, pack_of_checkpoint, sizes).pack, unpack), useless=useless
+    )
 
 
 def _hooks_of_checkpoint() -> compat.torch.SavedTensorHooks | None:

@@ -37,6 +37,11 @@ from hf_ckpt.models.parts import cheap_modules
 
 log = logging.getLogger(__name__)
 
+_USELESS = (
+    "`selective` with save %s found nothing in blocks like %s that can be rebuilt, so every activation is kept there. "
+    "Use `full` for such blocks, also if they are compiled by themselves."
+)
+
 
 class RebuildRegion(Region):
     """The checkpointing function of a block whose cheap results are rebuilt in backward.
@@ -111,8 +116,8 @@ class RebuildRegion(Region):
         if self.mover is not None and args:
             group = self.mover.group(self.block, args[0])
         if group is None:
-            return self.run(fn, args, store=store, describes=True)
-        output = self.run(fn, args, store=(group.pack, group.unpack), describes=True)
+            return self.run(fn, args, store=store, describes=True, useless=_USELESS)
+        output = self.run(fn, args, store=(group.pack, group.unpack), describes=True, useless=_USELESS)
         group.leave_device()
         self.moved_bytes = group.moved_bytes
         return output
@@ -125,6 +130,7 @@ class RebuildRegion(Region):
         store: compat.torch.SavedTensorHooks | None = None,
         hooks: Callable[[Tape], compat.torch.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
         describes: bool = False,
+        useless: str = "",
     ) -> Any:
         """Run the block's forward `fn` with a tape of its own.
 
@@ -134,6 +140,8 @@ class RebuildRegion(Region):
             store: hooks that store kept tensors elsewhere; see `Tape`.
             hooks: returns the saved-tensor hooks for the tape.
             describes: whether to record what is kept and dropped in `saved`, if no forward has done so yet.
+            useless: the warning if nothing can be rebuilt, with places for `save` and the block; none if nobody has
+                asked for rebuilding, as in a trial.
 
         Raises `TransformError` if the forward calls a function of torch.func that allows no hooks.
         """
@@ -165,7 +173,7 @@ class RebuildRegion(Region):
             tape.close(output)
             if recording is not None:
                 recording.close()
-            self._learn(tape)
+            self._learn(tape, useless)
 
     def _tape(self, fn: Callable[..., Any], args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> Tape:
         """Return the tape of a forward that begins."""
@@ -181,8 +189,8 @@ class RebuildRegion(Region):
         with compat.torch.without_torch_functions():  # a mode may refuse tensors that the block does not use
             return Recording(Names(compat.transformers.module_of(fn), tape.graph, args[0]))
 
-    def _learn(self, tape: Tape) -> None:
-        """Count what a forward has saved and dropped, and warn once if nothing can be rebuilt."""
+    def _learn(self, tape: Tape, useless: str) -> None:
+        """Count what a forward has saved and dropped, and give the warning `useless` once if nothing can be rebuilt."""
         is_first = not self.saved_tensors
         saves_others = tape.saved != self.saved_tensors
         misses_versions = tape.parameters.are_read and not self.reads_parameters
@@ -193,14 +201,8 @@ class RebuildRegion(Region):
         self.reads_parameters = tape.parameters.are_read or (self.reads_parameters and not tape.saved)
         self.saved_tensors = tape.saved
         self.dropped_tensors = tape.dropped
-        if tape.saved and not tape.dropped:
-            warn_once(
-                log,
-                "`selective` with save %s found nothing in blocks like %s that can be rebuilt, so every activation is "
-                "kept there. Use `full` for such blocks, also if they are compiled by themselves.",
-                list(self.save),
-                self.block,
-            )
+        if useless and tape.saved and not tape.dropped:
+            warn_once(log, useless, list(self.save), self.block)
 
     def _versions(self, fn: Callable[..., Any]) -> dict[int, int]:
         """Return the in-place version of each parameter of the block whose forward is `fn`: id -> version."""
