@@ -81,7 +81,7 @@ class Static:
     master: int = 0
     """Bytes of the optimizer's own copy of the weights, in float32."""
     buckets: int = 0
-    """Bytes of the copies of gradients in DDP's buckets."""
+    """Bytes of gradients that are held throughout: DDP's copies in buckets, or this rank's shards under ZeRO-3."""
     gathered: int = 0
     """Bytes that FSDP gathers, where `parameters` counts this rank's shards: the unsharded parameters outside the
     blocks, and the all-gather buffer."""

@@ -276,11 +276,12 @@ class Forecaster:
         """Return what fills the peak: name -> bytes."""
         (_, resident), *moving = selection.timeline.worst.parts().items()
         static = selection.costs.static
+        buffers = "shards of gradients" if self.training.way.deepspeed else "copies of gradients in DDP's buckets"
         parts = {
             "weights": static.parameters,
             "optimizer state": static.optimizer,
             "the optimizer's copy of the weights in float32": static.master,
-            "copies of gradients in DDP's buckets": static.buckets,
+            buffers: static.buckets,
             "weights gathered from other ranks": static.gathered,
         }
         parts["buffers and batch"] = resident - sum(parts.values())

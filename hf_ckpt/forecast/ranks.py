@@ -29,14 +29,17 @@ block's backward, its gradients are copied into a flat one, while its weights ar
     its backward       + P + its activations + its unsharded gradients so far; at its end P + 2 R, then S
 
 **ZeRO.** DeepSpeed (`runtime/zero/stage_1_and_2.py` and `stage3.py`, 0.19) keeps float32 copies of trained weights for
-its optimizer, and casts all gradients to float32 for a step. Its estimators count, in bytes a parameter with Adam in 16
-bits under N ranks (https://deepspeed.readthedocs.io/en/latest/memory.html):
+its optimizer. In bytes a parameter that is trained with Adam in 16 bits, under N ranks:
 
-    ZeRO-2   2 + 18 / N                     weights; gradients 2 + 4, copies 4 and state 8 in shards
-    ZeRO-3   18 / N + 4 x largest layer     all in shards; the layer that runs, and its gradient
+              always         from the first backward                in the optimizer's step
+    ZeRO-1    2 + 12 / N     gradients: 2 in all at the end         + max(2 + 2 / N, 8 / N)
+    ZeRO-2    2 + 12 / N     + 2 / N; of one block whole            + 8 / N
+    ZeRO-3    16 / N         of one block whole; a gathered weight  + 6 / N, of one sub-group of parameters
 
-Here the whole gradients are those that exist: a block's until its backward ends, and those outside the blocks until the
-end. ZeRO-3 also keeps shards of gradients in 16 bits, which its estimator leaves out. Buckets are left out.
+ZeRO-2 allocates all shards of gradients at once; under accumulation, those of the micro-steps before are alive, too.
+ZeRO-3 has its shards of gradients from the beginning. For the step, shards are copied into one tensor (2), which is
+cast to float32 (4). Left out are buckets, and that a rank of ZeRO-1 or 2 holds the gradients of the first and the last
+parameter of its shards as a whole.
 """
 
 from __future__ import annotations
@@ -44,14 +47,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
-from hf_ckpt.costs.costs import CallCosts, Costs
+import torch
+
+from hf_ckpt.costs.costs import CallCosts, Costs, Static
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.batches import DTYPES
 from hf_ckpt.forecast.model import ShallowModel, TensorSize, nbytes
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.blocks import vocabulary_head
 from hf_ckpt.spec.actions import FULL
+
+SUB_GROUP = 10**9
+"""Elements of a rank's shards that the optimizer of ZeRO-3 updates together (`sub_group_size`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,61 +220,115 @@ class Zero:
     """
 
     def __init__(self, model: ShallowModel, training: Question) -> None:
-        self._training = training
+        self._way = training.way
+        self._ranks = training.ranks
+        self._accumulates = training.accumulation > 1
         self._model = model
         self._blocks = dict(zip((block.name for block in model.likes), model.inside, strict=True))
-
-    def _sizes(self, tensors: Iterable[TensorSize]) -> tuple[int, int, int]:
-        """Bytes of the whole gradients of parameters, of this rank's shards, and of the largest weight, which counts
-        only where weights are sharded: modules gather their own weights, and free them when they have run."""
-        sizes = [(nbytes([tensor]), tensor.trainable) for tensor in tensors]
-        whole = sum(size for size, trainable in sizes if trainable)
-        largest = max((size for size, _ in sizes), default=0) if self._training.sharded else 0
-        return whole, -(-whole // self._training.ranks), largest
+        trained = [tensor for tensor in model.tensors if tensor.trainable]
+        self._elements = -(-sum(math.prod(tensor.shape) for tensor in trained) // training.ranks)
+        """Trained elements of this rank's shards."""
+        self._whole = nbytes(trained)
+        """Bytes of all gradients."""
+        self._shards = -(-self._whole // training.ranks)
+        """Bytes of this rank's shards of them."""
 
     def costs(self, costs: Costs) -> Costs:
         """The costs on a rank, from those of the unsharded model, whose optimizer is split already."""
-        training = self._training
-        tensors = self._model.tensors
-        trained = sum(math.prod(tensor.shape) for tensor in tensors if tensor.trainable)
-        copies = 4 * -(-trained // training.ranks)
-        weights = costs.static.parameters
-        whole, shards, _ = self._sizes(tensors)
-        static = dataclasses.replace(
-            costs.static,
-            parameters=-(-weights // training.ranks) if training.sharded else weights,
-            master=copies,
-            gradients=shards if training.way.gradients else whole,
-            step_bytes=costs.static.step_bytes + copies,  # gradients in float32
-        )
-        costs = dataclasses.replace(costs, static=static)
-        if not training.way.gradients:
+        costs = dataclasses.replace(costs, static=self._static(costs.static))
+        if not self._way.gradients:
             return costs
-        _, _, outside = self._sizes(self._model.outside)
+        outside = self._largest(self._model.outside)
         forward, backward = costs.head
+        backwards = [place for place, call in enumerate(costs.calls) if FULL in call.costs]
+        calls = [self._call(call, is_first=place == backwards[-1]) for place, call in enumerate(costs.calls)]
+        # Unless gradients of earlier micro-steps are alive, the unsharded model keeps that of the head from here on.
+        head = 0 if self._accumulates else _head_gradient_bytes(self._model)
         return dataclasses.replace(
             costs,
             before=_with_peak(costs.before, outside),
+            at_backward_bytes=costs.at_backward_bytes - head,
             head=(_with_peak(forward, outside), _with_peak(backward, outside)),
-            calls=tuple(map(self._call, costs.calls)),
+            calls=tuple(calls),
         )
 
-    def _call(self, call: CallCosts) -> CallCosts:
-        """What a call costs on a rank, whose gradients are whole until its backward ends."""
-        whole, shards, largest = self._sizes(self._blocks[call.block.name])
-        # Under accumulation, gradients of the unsharded model are alive before, and shards of them are on a rank.
-        alone = self._training.accumulation > 1
-        less = 0 if alone else whole - shards
-        head = _head_gradient_bytes(self._model)
+    def _static(self, static: Static) -> Static:
+        """What is alive on a rank at every moment, and in the optimizer's step."""
+        way = self._way
+        weights = -(-static.parameters // self._ranks) if way.weights else static.parameters
+        gradients = self._shards if way.gradients else self._whole
+        elements = self._elements
+        held = self._shards
+        if way.weights:
+            gradients = held = 0  # they are among what is always alive
+            elements = min(elements, SUB_GROUP)
+        share = elements / max(1, self._elements)
+        # The shards are copied into one tensor, which is cast to float32; both are freed before the optimizer's step.
+        copied = 0 if self._shards == 4 * self._elements else round(share * self._shards)
+        step = 4 * elements + max(held + copied, round(share * static.step_bytes))
+        # ZeRO-1 copies its shards out of all gradients, which are whole until then.
+        least = 0 if way.gradients else self._shards
+        return dataclasses.replace(
+            static,
+            parameters=weights,
+            master=4 * self._elements,
+            gradients=gradients,
+            buckets=self._shards if way.weights else 0,
+            step_bytes=max(least, step - gradients),
+        )
+
+    def _largest(self, tensors: Iterable[TensorSize]) -> int:
+        """Bytes of the largest weight where weights are sharded: modules gather their own, and free them at the end."""
+        return max((nbytes([tensor]) for tensor in tensors), default=0) if self._way.weights else 0
+
+    def _call(self, call: CallCosts, *, is_first: bool) -> CallCosts:
+        """What a call costs on a rank, whose gradients are gone when its backward ends.
+
+        In the `is_first` backward of a step, all shards of gradients are allocated, unless they are there already.
+        """
+        gradients = [nbytes([tensor]) for tensor in self._blocks[call.block.name] if tensor.trainable]
+        largest = self._largest(self._blocks[call.block.name])
+        left = self._shards if is_first and not self._way.weights else 0
+        # Under accumulation, the unsharded model adds each gradient to an earlier one, which frees it at once. Here it
+        # lives until the next one is there.
+        waiting = max(gradients, default=0) if self._accumulates else 0
+        peak = left + largest + waiting
+        left -= 0 if self._accumulates else sum(gradients)
         costs = {}
         for action, cost in call.costs.items():
             backward = cost.backward
             if FULL in call.costs:  # it has a backward
-                peak = backward.peak + largest + (whole + head if alone else 0)
-                backward = Part(peak, backward.net - less, backward.nanoseconds)
+                backward = Part(backward.peak + peak, backward.net + left, backward.nanoseconds)
             costs[action] = dataclasses.replace(cost, forward=_with_peak(cost.forward, largest), backward=backward)
-        gradient_bytes = call.gradient_bytes - (less if FULL in call.costs else 0)
+        gradient_bytes = call.gradient_bytes + (left if FULL in call.costs else 0)
         return dataclasses.replace(call, costs=costs, gradient_bytes=gradient_bytes)
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """Like `LinearFunctionForZeroStage3` of DeepSpeed (`runtime/zero/linear.py`)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        product = hidden.matmul(weight.t())
+        return product if bias is None else product.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_hidden = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        of_weight = rows.t().matmul(hidden.reshape(-1, hidden.shape[-1])) if ctx.needs_input_grad[1] else None
+        return of_hidden, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def gathered_linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What ZeRO-3 puts in the place of `torch.nn.functional.linear`. It keeps its input also if the weight is frozen.
+
+    `hidden` has the shape [..., in_features], and `weight` [out_features, in_features].
+    """
+    product: torch.Tensor = _GatheredProduct.apply(hidden, weight, bias)  # type: ignore[no-untyped-call]
+    return product
 
 
 def _head_gradient_bytes(model: ShallowModel) -> int:

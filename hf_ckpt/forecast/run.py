@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hf_ckpt import compat
 from hf_ckpt.attach.boundaries import Boundaries
@@ -32,7 +33,7 @@ from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.quantised import EightBitLinear
 from hf_ckpt.forecast.question import COSTS, MODEL, STEP, Question
-from hf_ckpt.forecast.ranks import on_a_rank
+from hf_ckpt.forecast.ranks import gathered_linear, on_a_rank
 from hf_ckpt.measure.fakes import FakeMeter
 from hf_ckpt.measure.levels import Boundary, Levels, step_of
 from hf_ckpt.models.blocks import find_blocks, vocabulary_head
@@ -277,7 +278,10 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
         fakes = compat.fakes.running(on_accelerator=inputs.device.name != "cpu")
         eight = mock.patch.object(EightBitLinear, "on_accelerator", inputs.device.name != "cpu")
-        with stay, eight, temporarily(base, plan) as record, model.fake, fakes:
+        way = training.way
+        product = gathered_linear if way.deepspeed and way.weights else functional.linear
+        linear = mock.patch.object(functional, "linear", product)
+        with stay, eight, linear, temporarily(base, plan) as record, model.fake, fakes:
             last = None if action == uniform else action
             attempts = dict.fromkeys(blocks.modules, Attempts(last=last))
             for name in attempts:
