@@ -34,7 +34,7 @@ class _WatchedFrame(torch.utils.checkpoint._CheckpointFrame):
     on_error: Callable[[Exception], None]
 
     def get_inputs(self) -> Any:
-        """Return the arguments. Raises an error if one of them was changed in place."""
+        """Return the arguments. Raises an error if one of them was changed in place. torch 2.8 does not call it."""
         try:
             return super().get_inputs()  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -134,11 +134,11 @@ def run_again(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _frame_of(pack: Any) -> Any:
-    """Return the record that a pack hook of torch's checkpoint writes to; None if it is not as expected (torch 2.8)."""
+    """Return the record that a pack hook of torch's checkpoint writes to; None if it is not as expected."""
     # `pack` is a closure of `_checkpoint_hook.__init__` (torch/utils/checkpoint.py). Its cell holds the record.
     for cell in pack.__closure__ or ():
         frame = cell.cell_contents
-        if type(frame) is _WatchedFrame.__base__ and vars(frame).keys() >= _READ and hasattr(frame, "get_inputs"):
+        if type(frame) is _WatchedFrame.__base__ and vars(frame).keys() >= _READ:
             return frame
     return None
 

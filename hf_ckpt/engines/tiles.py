@@ -76,7 +76,8 @@ class TiledRegion(FullSelectiveRegion):
         except _TileFailedError:
             # Not from the feed-forward on: torch's checkpoint has counted what the tiles before saved.
             self.forwards -= 1
-            return self(fn, *args)
+        # Not before the error is gone: until then, the hooks of the checkpoints that it has left are still on.
+        return self(fn, *args)
 
     def inner(self, runs: Runs) -> Runs:
         """Return the block's own forward, with its feed-forwards in tiles both in the forward and later."""

@@ -134,7 +134,13 @@ def python_calls(model):
 
 @pytest.mark.parametrize(
     ("policy", "lora", "share"),
-    [("full", False, 0.66), ("selective", False, 0.45), ("full+selective", False, 1.02), ("full", True, 0.66)],
+    [
+        ("full", False, 0.66),
+        ("selective", False, 0.45),
+        ("full+selective", False, 1.02),
+        ("full", True, 0.66),
+        pytest.param("full", False, 0.78, marks=pytest.mark.compat),  # with torch 2.8
+    ],
 )
 def test_a_steady_step_makes_fewer_calls_than_transformers_own(policy, lora, share):
     """What a step of a small model waits for: at most this share of the calls of transformers' own checkpointing.

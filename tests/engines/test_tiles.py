@@ -293,6 +293,7 @@ def test_a_feed_forward_that_needs_all_tokens_runs_as_a_whole(kind, caplog):
     assert hf_ckpt.describe(model).not_in_tiles == ("model.layers.1", "model.layers.2")
 
 
+@pytest.mark.compat
 def test_a_budget_goes_on_if_a_tile_fails(caplog):
     model = tiny_model("llama", layers=2)
     model.model.layers[1].mlp.act_fn = Long()
