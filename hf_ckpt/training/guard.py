@@ -97,6 +97,8 @@ class OomGuard:
         """Held while a micro-step runs."""
         self._gradients_left: _State | None = None
         """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
+        self._gradients_before: _State = ()
+        """State of the gradients before the last attempt at the last micro-step."""
         self._had_gradients = False
         """Whether there were gradients before the first micro-step, which cannot be computed again."""
         record = installation(model)
@@ -126,11 +128,12 @@ class OomGuard:
         before = self._before = StepState(self.model, devices, copies_codes=False, earlier=self._before)
         self._steps.append((functools.partial(step, *args, **kwargs), before))
         self._gradients_left = None
+        self._gradients_before = gradients
         with self._running:
             result = self._run()
         after = _state_of(parameter.grad for parameter in self._trained)
         # If the step itself dropped gradients, an optimizer step has ended in it.
-        if not any(old and old != new for (old, _), (new, _) in zip(gradients, after, strict=True)):
+        if not any(old and old != new for (old, _), (new, _) in zip(self._gradients_before, after, strict=True)):
             self._gradients_left = after
         return result
 
@@ -165,6 +168,7 @@ class OomGuard:
                 for run, before in pending:
                     if is_retry:
                         before.restore()
+                        self._gradients_before = _state_of(parameter.grad for parameter in self._trained)
                     result = run()
                 return result
             except Exception as error:

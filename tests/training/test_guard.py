@@ -482,6 +482,28 @@ def test_gradients_of_before_cannot_be_computed_again():
     assert_same({"loss": None, **before}, {"loss": None, **gradients(model)})
 
 
+@pytest.mark.parametrize("failing", [{1, 2}, {0, 1, 2}], ids=str)
+def test_micro_steps_of_one_optimizer_step_run_out_one_after_the_other(failing):
+    """The gradients that a retry has computed anew can be computed again, as those before it."""
+    found = []
+    for fails in (set(), failing):
+        model = tiny_model("llama", layers=2, dropout=0.1)
+        guard, attempts = OomGuard(model), len(fails)
+        seed()
+        left = set(fails)
+
+        def step(number, model=model, left=left):
+            at = [10] if number in left else []
+            left.discard(number)
+            with FailingAllocator(*at):
+                return forward_and_backward(model, tiny_batch("llama", seed=number))
+
+        losses = [guard(step, number) for number in range(3)]
+        found.append({"loss": torch.stack(losses), **gradients(model)})
+        assert (guard.attempts, len(guard._steps)) == (attempts, 3)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
 def test_an_optimizer_inside_backward_is_noticed(kind):
     """Even fused ones, which do not mark weights as changed."""
