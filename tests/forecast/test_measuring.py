@@ -1,5 +1,7 @@
 """What measured costs depend on: results are stored by it, so that no question gets the costs of another one."""
 
+import functools
+
 import pytest
 from helpers.tables import table
 
@@ -12,22 +14,25 @@ ROWS = table(__file__, "fields.yaml")
 
 
 def two(name):
-    """The forecasters of two questions that differ in a field, and whether their costs are to differ."""
+    """Two questions that differ in a field, and whether their costs are to differ."""
     value, what, *more = ROWS[name]
     base = {"model": "mini-llama", "tokens": 64, "device": "a10", **dict(*more)}
-    return [Forecaster(question(fields)) for fields in (base, {**base, name: value})], what == "costs"
+    return [question(fields) for fields in (base, {**base, name: value})], what == "costs"
 
 
 def test_each_field_that_changes_costs_is_in_what_measures_are_given():
     assert ROWS.keys() == FIELDS.keys()
     for name in ROWS:
-        forecasters, differ = two(name)
+        questions, differ = two(name)
+        forecasters = map(Forecaster, questions)
         first, second = (inputs_of(forecaster.training, forecaster.device) for forecaster in forecasters)
         assert (first != second) == differ, name
 
 
-def costs_or_error(forecaster):
-    """The costs of its question; the error of a model that refuses to run so."""
+@functools.cache
+def costs_or_error(training):
+    """The costs of a question, which many rows share; the error of a model that refuses to run so."""
+    forecaster = Forecaster(training)
     try:
         return vars(forecaster.costs_of(forecaster.training))
     except HfCkptError as error:
@@ -37,8 +42,8 @@ def costs_or_error(forecaster):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_costs_differ_as_the_table_says(name):
-    forecasters, differ = two(name)
-    first, second = map(costs_or_error, forecasters)
+    questions, differ = two(name)
+    first, second = map(costs_or_error, questions)
     assert isinstance(first, dict)
     assert (first != second) == differ
 
