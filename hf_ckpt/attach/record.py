@@ -51,7 +51,7 @@ class Session(Protocol):
         """A forward outside of training begins: its peak is that of no step."""
 
     def lower_limit(self) -> str | None:
-        """Memory has run out: plan for less. Returns what for, in words; None if no plan of the session needs less."""
+        """Memory has run out: try or plan for less. Returns what is done, in words; None if nothing needs less."""
 
     def stop(self, record: Installation) -> None:
         """Stop measuring."""

@@ -98,6 +98,10 @@ class Measurements:
         self._by_length = all(action.tile is None and action != COMPILED for action in self.actions)
         """Whether bytes follow from other lengths: not if blocks must run under an action, which is one more step, nor
         with tiles, whose number is no polynomial of the length."""
+        self._tries_forwards = self.least.tile is None
+        """Whether the first step of a batch tries forwards. Feed-forwards in tiles may need too little for trials to
+        have room."""
+        self._tries_backwards = True
         self.kinds: dict[Any, dict[CallName, Kind]] = collections.defaultdict(dict)
         """State of the model -> call of a block -> its kind."""
         self._numbers: dict[Any, int] = {}
@@ -159,6 +163,18 @@ class Measurements:
                 backward = 0 if call.backward is None else call.backward.nanoseconds
                 action = actions.get(call.name[0], self.least)
                 self._call_times[kind, action].append(Times(call.forward.nanoseconds, backward).scaled(factor))
+
+    def try_less(self, in_forwards: bool) -> str:
+        """Memory has run out in a step that tried forwards, or also backwards. Returns what follows, in words.
+
+        Without forwards, recomputations still show for which trials of the next step there is room. Without backwards,
+        that under the action that keeps least is a bound.
+        """
+        if in_forwards:
+            self._tries_forwards = False
+            return "fewer trials of other actions"
+        self._tries_backwards = False
+        return "no trials of other actions"
 
     def forget_steps(self) -> None:
         """Forget all measured steps, but not the times: more is alive beside them from now on."""
@@ -269,7 +285,9 @@ class Measurements:
 
     def lacks_backwards(self, batch: Batch) -> bool:
         """Whether backwards must be tried at the length of the batch, whose forwards are known."""
-        return bool(self._beside(batch, self.references)) and _tells_more(self._beside(batch, self.with_backwards))
+        if not (self._tries_backwards and self._beside(batch, self.references)):
+            return False
+        return _tells_more(self._beside(batch, self.with_backwards))
 
     def follows(self, batch: Batch) -> bool:
         """Whether the step of a batch follows from enough others, as exactly as if it had been measured."""
@@ -283,13 +301,13 @@ class Measurements:
     # --- what to measure next ---
 
     def forwards_to_try(self, batch: Batch) -> dict[str, Attempts]:
-        """Return trials of the forward under every action, for the first step of a batch. Feed-forwards in tiles may
-        need too little for trials to have room: then there are none, and recomputations show how much these need.
+        """Return trials of the forward under every action, for the first step of a batch. After memory has run
+        out in one, or with tiles, there are none, and recomputations show how much these need.
 
         Blocks with equal modules share the actions. The last of them take them first, because what comes before the
         first trainable parameter is not recomputed. If steps skip blocks, each tries all: any of them may be skipped.
         """
-        if self.least.tile is not None:
+        if not self._tries_forwards:
             return {block: Attempts() for block in self.blocks if block not in self.fixed}
         groups = collections.defaultdict[int, list[str]](list)
         for block in reversed(self.blocks):

@@ -220,13 +220,17 @@ class Session:
         self._optimizers.stop()
 
     def lower_limit(self) -> str | None:
-        """Memory has run out in this step: plan for less from now on. Returns what for, in words.
+        """Memory has run out in this step: try less, or plan for less, from now on. Returns what is done, in words.
 
-        None if the step ran under what keeps least, or if its plan was above the limit already, as no plan fits.
+        None before the first step; if the step ran under what keeps least, and tried nothing; or if its plan was above
+        the limit already, as no plan fits.
         """
         planned = self.planned
         if planned is None:
             return None
+        if any(tried.shown or tried.last for tried in planned.attempts.values()):
+            self._end_failed()
+            return self._measurements.try_less(planned.shows_forwards)
         prediction = planned.plan.prediction
         if prediction is None and not planned.actions:
             return None
@@ -236,12 +240,16 @@ class Session:
             peak_bytes = self._measurements.costs(planned.batch).peak(planned.actions)
         if peak_bytes > self._budget.limit_bytes:
             return None
-        self._drop()
-        self._forwards.current.clear()  # the retry is another step
-        self._budget.watch.close()  # so the peak of this one, which is above the budget, voids no plan as well
+        self._end_failed()
         self._budget.lower_after_failure(peak_bytes)
         self.plans.clear()
         return f"plans for at most {format_bytes(self._budget.limit_bytes)}"
+
+    def _end_failed(self) -> None:
+        """Forget a step in which memory has run out."""
+        self._drop()
+        self._forwards.current.clear()  # the retry is another step
+        self._budget.watch.close()  # so the peak of this one, which is above the budget, voids no plan as well
 
     @property
     def base(self) -> nn.Module | None:

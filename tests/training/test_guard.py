@@ -291,6 +291,41 @@ def test_no_plan_of_a_budget_is_left_at_the_end():
     assert guard.taken[-1] == OFFLOAD
 
 
+@pytest.mark.parametrize(
+    ("failing", "taken"),
+    [
+        ({0}, ["fewer trials"]),
+        ({1}, ["no trials"]),
+        ({0, 2}, ["fewer trials", "no trials"]),
+    ],
+    ids=str,
+)
+def test_memory_that_runs_out_in_trials_ends_no_budget(failing, taken):
+    """The step is repeated with fewer trials or none, and steps are still measured and planned for."""
+    model, batch, reference = under_budget("budget", trained=False)
+    guard = OomGuard(model)
+    attempts = iter(range(100))
+
+    def step():
+        forward_and_backward(model, batch)
+        if next(attempts) in failing:
+            run_out()
+
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        guard(step)
+    until_planned(model, batch)
+    seed()
+    forward_and_backward(model, batch)
+    seed()
+    forward_and_backward(reference, batch)
+    assert_same(gradients(reference), gradients(model))
+    description = hf_ckpt.describe(model)
+    assert [" ".join(change.split()[:2]) for change in guard.taken] == taken
+    assert (description.spec["policy"], description.measuring, description.plan.head) == ("budget", None, "whole")
+    assert not installation(model).session.planned.over
+
+
 def test_a_planned_policy_goes_on_with_the_next_plan_while_it_measures():
     """The plan that ran is tightened, and stays for batches of every size."""
     model, batch, reference = under_budget("budget", trained=False)
@@ -299,19 +334,20 @@ def test_a_planned_policy_goes_on_with_the_next_plan_while_it_measures():
     def step(*args):
         forward_and_backward(*args)
         plans.append(hf_ckpt.describe(model).plan)
-        if len(plans) < 2:
+        if len(plans) < 3:
             run_out()
 
     seed()
     guard(step, model, batch)
-    assert plans[1].actions == tighter_plan(plans[0], chunks=False)[0].actions
+    assert guard.taken[0] == "fewer trials of other actions"
+    assert plans[2].actions == tighter_plan(plans[1], chunks=False)[0].actions
     assert installation(model).session is None
     seed()
     forward_and_backward(reference, batch)
     assert_same(gradients(reference), gradients(model))
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
     forward_and_backward(model, tiny_batch("llama", tokens=96, batch=4))
-    assert hf_ckpt.describe(model).plan == plans[1]
+    assert hf_ckpt.describe(model).plan == plans[2]
 
 
 # --- Trainers ---------------------------------------------------------------------------------------------------------
