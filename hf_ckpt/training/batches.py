@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_ckpt import compat
 
@@ -36,7 +37,7 @@ class Forward:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """(name of a tensor, its shape)."""
     padded: bool
-    """Whether the attention mask masks a token."""
+    """Whether the attention mask masks a token, or an earlier batch was padded: see `StepForwards.read`."""
 
     def covers(self, other: Forward) -> bool:
         """Whether every tensor is at least as large as in another forward.
@@ -154,16 +155,23 @@ class StepForwards:
         """How a step begins -> measured steps in a row with fewer or smaller forwards than were expected."""
         self._has_padding = False
         """Whether a batch was padded."""
+        self._names: dict[str | None, list[str]] = {}
+        """Stack, or None for the model -> the names of its forward's parameters."""
 
-    def read(self, stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
-        """Describe a forward by its arguments."""
-        arguments = {**dict(zip(map(str, itertools.count()), args, strict=False)), **kwargs}
+    def read(self, module: nn.Module, stack: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
+        """Describe a forward of a module by its arguments, the same whether they are given by place or by name."""
+        arguments = dict(kwargs)
+        if args:
+            if stack not in self._names:
+                self._names[stack] = compat.transformers.forward_parameters(module)
+            names = itertools.chain(self._names[stack], map(str, itertools.count()))  # `*args` may be more
+            arguments.update(zip(names, args, strict=False))
         shapes = []
         for name in sorted(arguments):  # the order in which a caller writes them makes no other batch
             value = arguments[name]
             leaves = [value] if isinstance(value, torch.Tensor) else compat.torch.tree_leaves(value)
             shapes += [(name, tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        mask = kwargs.get("attention_mask")
+        mask = arguments.get("attention_mask")
         is_padded = False
         if isinstance(mask, torch.Tensor):
             # Reading a mask makes the host wait for the device, so after the first padded batch all count as padded. So

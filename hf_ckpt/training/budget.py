@@ -2,8 +2,8 @@
 
 The watch looks at steps under plans that were measured before, whatever has changed since. On accelerators it reads the
 allocator's peak once a step. It does not reset it, so that users still find theirs there: a peak that stays below the
-budget says the same of each step so far. Elsewhere a step is slow to measure, so only every n-th one is a check step,
-and one after something unusual.
+budget says the same of each step so far. Elsewhere a step is slow to measure, so only every n-th one is a check step
+(every second one at most), and the `SOON`-th one if something unusual has happened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SHARE_AFTER_FAILURE = 0.9
 """If memory runs out, later plans may need this share of what was predicted for the step that failed."""
 SOON = 10
-"""Steps between two checks at least, if something unusual happens in each step."""
+"""The n-th step after a check is the next one, if something unusual has happened in between, and n is not less."""
 
 
 def budget_of(spec: Spec, base: nn.Module, devices: Collection[torch.device]) -> int:
@@ -98,7 +98,8 @@ class BudgetWatch:
 
     Args:
         devices: the devices of the model.
-        check_every: measure every n-th step, where no allocator keeps statistics; 0 for none.
+        check_every: measure every n-th step, or every second one for 1, where no allocator keeps statistics; 0 for
+            none.
     """
 
     def __init__(self, devices: Collection[torch.device], check_every: int) -> None:
@@ -124,8 +125,9 @@ class BudgetWatch:
         """A step under its plan begins."""
         self._steps += 1
         if self._meter is None:
-            wait = SOON if self._noticed else self._check_every
-            self.is_due = self._steps - self._checked >= wait > 0
+            wait = min(SOON, self._check_every) if self._noticed else self._check_every
+            # The check step is the n-th one. One step between two of them is left to the watch of blocks.
+            self.is_due = wait > 0 and self._steps - self._checked >= max(1, wait - 1)
         elif not self.is_open:
             self._meter.read()
             self.is_open = True
@@ -140,7 +142,7 @@ class BudgetWatch:
         self.is_open = False
 
     def notice(self) -> None:
-        """Something unusual has happened, so that a check comes soon."""
+        """Something unusual has happened, so that a check comes after `SOON` steps, unless it comes sooner anyway."""
         self._noticed = bool(self._check_every)
 
     def checked(self) -> None:

@@ -154,7 +154,7 @@ class Session:
         self._optimizers.watch(base)
         if self.recorder is not None and self.recorder.was_left:
             self.after_forward(None)
-        forward = self._forwards.read(stack, args, kwargs)
+        forward = self._forwards.read(base if stack is None else running, stack, args, kwargs)
         if self._goes_on():
             self._forwards.current.append(forward)
             if self.recorder is not None:

@@ -1,8 +1,8 @@
 """The watch of a training run: which block is checked when, and what happens if a check finds a difference.
 
 For one block and one step, `engines.check.Check` compares the tensors that backward gets with those that the forward
-saved. The watch checks the blocks in turn, in the third training forward and in every n-th one after it. A check holds
-what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
+saved. The watch checks the blocks in turn, in training forward `min(FIRST, n)` and in every n-th one after it. A check
+holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
 or what the device has left.
 """
 
@@ -155,6 +155,8 @@ class Watch:
         if not (check.saved or check.compared or check.differences):  # a frozen block, which saves nothing
             return
         self._checks += 1
+        for what in ("blocks", "blocks under `keep`"):  # what kept an earlier forward from a check
+            self._not_checked.pop(what, None)
         self._compared += check.compared
         if not check.differences:
             return

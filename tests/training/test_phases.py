@@ -3,10 +3,12 @@
 import itertools
 
 import pytest
+import torch
 from helpers.tables import table
 
 from hf_ckpt.spec.actions import FULL, KEEP, SELECTIVE
 from hf_ckpt.spec.plan import Block, Plan, Prediction
+from hf_ckpt.training.budget import BudgetWatch
 from hf_ckpt.training.phases import MEASURED, MOST_FAILURES, RACE_STEPS, Entrant, Phase, Race, phases_for
 
 PHASES = table(__file__, "phases.yaml")
@@ -113,3 +115,22 @@ def test_ways_that_make_the_same_plan_share_its_steps():
     entrants = [entrant(KEEP, 1.0, (KEEP, FULL)), entrant(KEEP, 1.0, (KEEP,)), entrant(FULL, 2.0, (FULL,))]
     _, steps = raced(entrants, {KEEP: [1_000_000_000] * 3, FULL: [1_000_000_000] * 3})
     assert steps == [KEEP, FULL] * RACE_STEPS
+
+
+@pytest.mark.parametrize(
+    ("check_every", "noticed", "due"),
+    [(5, False, [4, 9, 14]), (5, True, [4, 9, 14]), (1, False, [1, 3, 5]), (100, True, [9, 19]), (0, True, [])],
+)
+def test_every_n_th_step_is_a_check_and_something_unusual_brings_it_near(check_every, noticed, due):
+    watch = BudgetWatch([torch.device("cpu")], check_every)
+    checks = []
+    for step in range(20):
+        if watch.is_due:
+            watch.checked()
+            checks.append(step)
+            continue
+        if noticed:
+            watch.notice()
+        watch.begin()
+    assert checks[: len(due)] == due
+    assert bool(checks) == bool(due)

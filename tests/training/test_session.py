@@ -665,6 +665,21 @@ def test_bytes_of_most_lengths_follow_from_three_measured_ones(lengths, measured
     assert by_length == sorted(set(by_length))
 
 
+def test_arguments_by_place_make_the_same_batches_as_those_by_name():
+    """So a mask without a name is seen, too."""
+    ids = torch.ones(2, 16, dtype=torch.long)
+    padded = torch.ones_like(ids).index_fill(1, torch.tensor([15]), 0)
+    calls = [((ids, padded), {"labels": ids}), ((), {"input_ids": ids, "attention_mask": padded, "labels": ids})]
+    batches = []
+    for args, kwargs in calls:
+        model = tiny_model("llama", layers=2)
+        budgeted(model, "1GiB")
+        model(*args, **kwargs)
+        batches.append(current(model).batch)
+    assert batches[0] == batches[1]
+    assert batches[0].forwards[0].padded
+
+
 def elements(planned):
     return planned.batch.elements
 

@@ -275,6 +275,16 @@ def test_what_the_watch_cannot_check_it_names(spec, what, graphs, nothing_compil
     assert [*watched.not_checked] == [what]
 
 
+def test_what_was_checked_later_is_not_named(monkeypatch):
+    model = watched(check_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_ckpt.training.watch.spare_bytes", lambda devices: 0)
+        step(model, tiny_batch("llama"))
+    assert hf_ckpt.describe(model).watched.not_checked
+    step(model, tiny_batch("llama"))
+    assert not hf_ckpt.describe(model).watched.not_checked
+
+
 def test_nothing_is_checked_in_a_cuda_graph(monkeypatch):
     """Nothing is checked during CUDA graph capture, because a check waits for the device; the next forward is."""
     model = planned(
