@@ -310,8 +310,8 @@ def _name_block(block: str, error: Exception) -> None:
 
 
 _NOTE = (
-    "hf_ckpt: block {block!r} raised this while backward recomputed it (`full` or `offload`). Usual causes: the block "
-    "reads something that has changed since its forward, or it does not run the same operations twice. "
+    "hf_ckpt: block {block!r} raised this while backward recomputed it. Usual causes: the block reads something that "
+    "has changed since its forward, or it does not run the same operations twice. "
     '"policy": "selective" runs no block twice; a rule such as {{"layers": ..., "policy": "none"}} leaves one out.'
 )
 

@@ -1,6 +1,8 @@
 """Blocks that work in place: gradients equal those without checkpointing, or an error names the block."""
 
+import functools
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -178,6 +180,54 @@ def test_hidden_states_changed_behind_a_block(torchs, monkeypatch):
     hidden.add_(1.0)
     with pytest.raises(ChangedBlockError, match="block 'block': an input was changed in place"):
         output.sum().backward()
+
+
+HEADS = torch.linspace(-1, 1, 128).view(1, 4, 8, 4)
+READS = {
+    "index": (lambda x, read: x[0][read], torch.tensor([0, 1, 2])),
+    "index with a slice": (lambda x, read: x[:, read], torch.tensor([0, 1, 2])),
+    "embedding": (lambda x, read: functional.embedding(read, x[0]), torch.tensor([0, 1, 2])),
+    "mask of attention": (
+        lambda x, read: functional.scaled_dot_product_attention(x.view(1, 4, 8, 4), HEADS, HEADS, read),
+        torch.zeros(8, 8),
+    ),
+    "offsets of groups": (
+        lambda x, read: torch.ops.aten._grouped_mm(x[0], WEIGHT.expand(2, 16, 16).contiguous(), read),
+        torch.tensor([3, 8], dtype=torch.int32),
+    ),
+}
+"""Operations that read a tensor which is no operand of their rows in the table, and that tensor."""
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("changes", ["never", "behind the block", "inside the block, under hooks"])
+def test_what_an_operation_reads_beside_its_operands_may_not_change(name, changes):
+    """A gradient that needs no more than the operation's result would else be wrong, without an error."""
+    operation, read = READS[name][0], READS[name][1].clone()
+    scale = nn.Parameter(torch.tensor(0.7))
+    region = RebuildRegion("toy", save=())
+
+    def block(x):
+        result = operation(x, read)
+        if changes.startswith("inside"):
+            read.sub_(1)
+        return functional.silu(result) * scale
+
+    def gradient(run):
+        x = torch.linspace(-2, 2, 128).view(1, 8, 16).requires_grad_()
+        out = run(x * 1.5)
+        if changes.startswith("behind"):
+            read.sub_(1)
+        return torch.autograd.grad(out.sum(), [scale])[0]
+
+    if changes == "never":
+        assert torch.equal(gradient(block), gradient(functools.partial(region, block)))
+        assert region.recomputed
+        return
+    copied = changes.endswith("hooks")
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.Tensor.detach) if copied else nullcontext()
+    with hooks, pytest.raises(InPlaceError, match=r"block 'toy'.*was changed in place"):
+        gradient(functools.partial(region, block))
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

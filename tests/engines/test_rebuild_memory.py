@@ -8,8 +8,9 @@ from helpers.adapters import with_lora
 from helpers.custom import same_under
 from helpers.steps import assert_same, planned, step, without_cache, without_collector
 from helpers.tables import keyed, table
-from helpers.toys import SAVES, each_family, plain_and_ours, rebuilt, same_toys, toy
+from helpers.toys import SAVES, SCALE, WEIGHT, each_family, plain_and_ours, rebuilt, same_toys, toy
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hf_ckpt
@@ -157,6 +158,34 @@ def test_a_warning_that_nothing_can_be_rebuilt_names_what_was_asked_for(spec, sa
     assert sum(hf_ckpt.describe(model).recomputed.values()) > 0
     found = [text for record in caplog.records if "can be rebuilt" in (text := record.getMessage())]
     assert [text[: len(said)] for text, said in zip(found, says, strict=True)] == says
+
+
+@pytest.mark.parametrize("save", SAVES, ids=str)
+def test_a_forward_that_raises_teaches_nothing(save, caplog):
+    """The next one drops as many tensors as without it, and nobody is told that nothing can be rebuilt."""
+    kinds = (None, ValueError, RuntimeError, KeyboardInterrupt)
+    counts = []
+    errors = []
+
+    def block(x):
+        y = torch.cumprod(x, -1)
+        for error in errors:
+            raise error
+        return functional.silu(y @ WEIGHT) * SCALE
+
+    for kind in kinds:
+        region = RebuildRegion("toy", save=tuple(save))
+        errors += [kind] * (kind is not None)
+        if errors:
+            with pytest.raises(kind):
+                toy(block, region)
+            assert not region.hopeless
+            errors.clear()
+        toy(block, region)
+        counts.append((region.saved_tensors, region.dropped_tensors, region.recomputed))
+    assert counts == counts[:1] * len(kinds)
+    assert counts[0][1]
+    assert "can be rebuilt" not in caplog.text
 
 
 def test_selective_warns_once_inside_another_checkpoint(caplog):

@@ -21,6 +21,7 @@ from hf_ckpt.engines.rebuild.ops import (
     ATTENTION,
     LINEAR,
     VIEW,
+    Function,
     Op,
     has_one_layout,
     rounds_by_strides,
@@ -90,7 +91,7 @@ class Graph:
 
         1. Without a graph, it is a mask, whose bits are kept, or it is kept.
         2. Changed in place, it is kept: the graph may not show the change, so nothing could rebuild it.
-        3. A view of a tensor with a value is a view of that value.
+        3. A view of a kept tensor is kept. One of a contiguous tensor that operations rebuild is a view of its value.
         4. Operations rebuild it.
         5. If it, or what it is a view of, was cast up from 16 bits, these are kept.
         6. It is kept.
@@ -204,7 +205,13 @@ class Graph:
                 return None
         metadata = node._input_metadata[number]
         # Constants are read now, because a value must not hold the node: it may be saved by that very node.
-        operation = row.prepare(node, metadata, number) if row.several else row.prepare(node, metadata)
+        operation: Function | None
+        if row.several:
+            operation = row.prepare(node, metadata, number)
+        elif row.reads_tensors:
+            operation = row.prepare(node, metadata, self.work.block)
+        else:
+            operation = row.prepare(node, metadata)
         if operation is None:
             return None
         if row.op_class in (LINEAR, ATTENTION):  # switches of the process choose their kernels

@@ -58,7 +58,8 @@ class Op:
     op_class: str
     """Its class. `save` may name `linear` and `attention`; operations of all other classes are always rebuilt."""
     prepare: Callable[..., Function | None]
-    """A `Prepare`; of a node with several results, it also gets the number of one."""
+    """A `Prepare`; of a node with several results, it also gets the number of one, and of a row that reads tensors, the
+    name of the block."""
     saved_as: tuple[str, ...] = ()
     """For each input, the name under which the node saves it (`_saved_<name>`), for inputs without a gradient. Fewer
     names than inputs if the node saves only its result, such as a softmax."""
@@ -67,7 +68,8 @@ class Op:
     inputs: int | None = None
     """How many of the node's inputs are operands, if `prepare` reads the others from the node; None for all."""
     reads_tensors: bool = False
-    """Whether `prepare` reads tensors that the node has saved."""
+    """Whether `prepare` reads tensors that the node has saved. It holds them as `Kept`, since they may be changed in
+    place after the forward."""
     several: bool = False
     """Whether the node has several results."""
     has_bias: bool = False
@@ -294,24 +296,34 @@ def _rule_of_dropout(device: torch.device, dtype: torch.dtype) -> Callable[..., 
     return _rules_of_dropout[key]
 
 
-def _index(node: Any, metadata: Any) -> Function:
-    indices = list(node._saved_indices)
-    return lambda x: torch.ops.aten.index(x, indices)
+def _kept(tensor: torch.Tensor | None, block: str) -> Kept | None:
+    """Keep a tensor that a node has saved, which may be None."""
+    return None if tensor is None else Kept(tensor, block)
 
 
-def _grouped_mm(node: Any, metadata: Any) -> Function | None:
+def _value(kept: Kept | None) -> torch.Tensor | None:
+    """Return what `_kept` has kept. Raises `InPlaceError` if it was changed in place since."""
+    return None if kept is None else kept.value()
+
+
+def _index(node: Any, metadata: Any, block: str) -> Function:
+    kept = [_kept(tensor, block) for tensor in node._saved_indices]
+    return lambda x: torch.ops.aten.index(x, list(map(_value, kept)))
+
+
+def _grouped_mm(node: Any, metadata: Any, block: str) -> Function | None:
     """A product for each group of rows, such as the tokens of each expert. The node does not save a bias."""
     operation = getattr(torch.ops.aten, "_grouped_mm", None)
     if operation is None or any(source is not None for source, _ in node.next_functions[2:]):
         return None
-    offsets = node._saved_offs
+    offsets = _kept(node._saved_offs, block)
     dtype = metadata.dtype
-    return lambda a, b: operation(a, b, offsets, None, dtype)
+    return lambda a, b: operation(a, b, _value(offsets), None, dtype)
 
 
-def _embedding(node: Any, metadata: Any) -> Function:
-    indices = node._saved_indices
-    return lambda weight: functional.embedding(indices, weight)
+def _embedding(node: Any, metadata: Any, block: str) -> Function:
+    indices = Kept(node._saved_indices, block)
+    return lambda weight: functional.embedding(indices.value(), weight)
 
 
 def _addmm(node: Any, metadata: Any) -> Function:
@@ -330,15 +342,16 @@ def _attention(kernel: str, *, mask: str | None = None, extra: Sequence[str] = (
         inputs: see `Op.inputs`.
     """
 
-    def prepare(node: Any, metadata: Any) -> Function | None:
+    def prepare(node: Any, metadata: Any, block: str = "") -> Function | None:
         operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}", None)
         if operation is None or node._saved_dropout_p:
             return None
         keywords: dict[str, Any] = {"dropout_p": 0.0, "is_causal": node._saved_is_causal, "scale": node._saved_scale}
-        if mask is not None:
-            keywords[mask] = getattr(node, f"_saved_{mask}")
         keywords |= dict.fromkeys(extra, True)
-        return lambda q, k, v: operation(q, k, v, **keywords)[0]
+        if mask is None:
+            return lambda q, k, v: operation(q, k, v, **keywords)[0]
+        kept = _kept(getattr(node, f"_saved_{mask}"), block)
+        return lambda q, k, v: operation(q, k, v, **{mask: _value(kept)}, **keywords)[0]
 
     return Op(ATTENTION, prepare, ("query", "key", "value"), inputs=inputs, reads_tensors=mask is not None)
 

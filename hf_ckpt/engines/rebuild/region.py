@@ -147,6 +147,7 @@ class RebuildRegion(Region):
         """
         tape = self._tape(fn, args, store)
         output = None
+        has_ended = False
         pack, unpack_saved = hooks(tape)
         recording = self._recording(fn, args, tape) if describes else None
         if recording is not None:
@@ -156,9 +157,13 @@ class RebuildRegion(Region):
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack_saved):
                 output = fn(*args)
+            has_ended = True
             if recording is not None:
                 self.saved = recording.saved()
             return output
+        except compat.checkpoint.StopRecomputation:  # no error: it has saved all that the forward saved
+            has_ended = True
+            raise
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
@@ -173,7 +178,10 @@ class RebuildRegion(Region):
             tape.close(output)
             if recording is not None:
                 recording.close()
-            self._learn(tape, useless)
+            if has_ended:
+                self._learn(tape, useless)
+            else:  # what it saved before its error is no fact about forwards
+                self.hopeless.clear()
 
     def _tape(self, fn: Callable[..., Any], args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> Tape:
         """Return the tape of a forward that begins."""

@@ -10,7 +10,7 @@ import torch
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild.replay import Inside
 from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, Value, View
-from hf_ckpt.engines.seen import Kept
+from hf_ckpt.engines.seen import Kept, refuse
 
 
 class _Reading(threading.local):
@@ -55,6 +55,8 @@ def unpack(value: Value | Inside) -> torch.Tensor:
         _reading.value = value
         return _NOTHING
     if type(value) is Stored and value.original is not None:  # read from a node during the forward
+        if value.original.is_overwritten:
+            refuse(value.original, value.block, "a tensor")
         return value.original.tensor
     if torch.is_grad_enabled() or compat.devices.autocast_is_on():
         with torch.no_grad(), compat.devices.autocast_off():
