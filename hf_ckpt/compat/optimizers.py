@@ -27,6 +27,11 @@ def call_before(before: Callable[[torch.optim.Optimizer], None]) -> RemovableHan
     return register_optimizer_step_pre_hook(lambda optimizer, *_: None if is_compiling() else before(optimizer))
 
 
+def call_after(after: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
+    """Call a function after every optimizer step of the process that did not raise, until the handle is removed."""
+    return register_optimizer_step_post_hook(lambda optimizer, *_: None if is_compiling() else after(optimizer))
+
+
 class _Arguments(dict[str, Any]):
     """The keyword arguments of an optimizer's step, which live as long as the step."""
 

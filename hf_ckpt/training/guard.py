@@ -18,6 +18,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -95,12 +96,24 @@ class OomGuard:
         """The changes for the current micro-step, with the plan that each one led to."""
         self._running = threading.Lock()
         """Held while a micro-step runs."""
+        self._thread: int | None = None
+        """The thread that runs it."""
         self._gradients_left: _State | None = None
         """State of the gradients after the last micro-step; None if the next one begins a new optimizer step."""
         self._gradients_before: _State = ()
         """State of the gradients before the last attempt at the last micro-step."""
-        self._had_gradients = False
-        """Whether there were gradients before the first micro-step, which cannot be computed again."""
+        self._weights: _State = ()
+        """State of the weights before the last micro-step."""
+        self._was_optimized = False
+        """Whether an optimizer has stepped since then. Fused ones do not count their changes of weights."""
+        self._keeps_gradients = False
+        """Whether the first micro-step found gradients of earlier ones, whose weights have changed since then. They are
+        needed no more if a micro-step drops them by itself."""
+        self._reason = ""
+        """Text of the last error."""
+        self._found: list[weakref.ref[torch.Tensor]] = []
+        """The gradients before the first micro-step, which cannot be computed again."""
+        weakref.finalize(self, compat.optimizers.call_after(_Noticing(self)).remove).atexit = False
         record = installation(model)
         if record is not None and record.waits:  # on purpose, until memory runs out
             record.undo_puts()
@@ -114,23 +127,41 @@ class OomGuard:
             args: positional arguments of `step`.
             kwargs: keyword arguments of `step`.
 
-        Raises `OutOfPlansError` if memory runs out under the tightest plan, or if the step cannot be retried, and
-        every other error of `step`.
+        Raises `OutOfPlansError` if memory runs out under the tightest plan, or if the step cannot be retried;
+        `HfCkptError` if there are several ranks, or another thread runs a step of this guard; and every other error of
+        `step`.
         """
-        if self._running.locked():  # a call inside a call of the same guard: the outer one retries
+        thread = threading.get_ident()
+        if self._thread == thread:  # a call inside a call of the same guard: the outer one retries
             return step(*args, **kwargs)
+        if not self._running.acquire(blocking=False):
+            raise HfCkptError("Another thread runs a step of this OomGuard. Only one thread at a time can use a guard.")
+        self._thread = thread
+        try:
+            return self._guarded(functools.partial(step, *args, **kwargs))
+        finally:
+            self._thread = None
+            self._running.release()
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        """Run a micro-step with retries, and return its result."""
         gradients = _state_of(parameter.grad for parameter in self._trained)
         # If something else has changed gradients, or there are none, an optimizer has stepped in between.
         if gradients != self._gradients_left or not any(number for number, _ in gradients):
             gradients = self._begin()
+        weights = _state_of(self._trained)
+        if self._steps and (weights != self._weights or self._was_optimized):
+            self._steps.clear()
+            self._keeps_gradients = True
+        self._weights = weights
+        self._was_optimized = False
         # With buffers and attributes, which a forward that fails may have changed, such as those of a batch norm.
         devices = compat.distributed.devices_of_model(self.model)
         before = self._before = StepState(self.model, devices, copies_codes=False, earlier=self._before)
-        self._steps.append((functools.partial(step, *args, **kwargs), before))
+        self._steps.append((run, before))
         self._gradients_left = None
         self._gradients_before = gradients
-        with self._running:
-            result = self._run()
+        result = self._run()
         after = _state_of(parameter.grad for parameter in self._trained)
         # If the step itself dropped gradients, an optimizer step has ended in it.
         if not any(old and old != new for (old, _), (new, _) in zip(self._gradients_before, after, strict=True)):
@@ -150,11 +181,11 @@ class OomGuard:
                 "before memory runs out."
             )
         self._steps.clear()
+        self._keeps_gradients = False
         parameters = dict.fromkeys((*self.model.parameters(), *self.also))
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        gradients = _state_of(parameter.grad for parameter in self._trained)
-        self._had_gradients = any(number for number, _ in gradients)
-        return gradients
+        self._found = [weakref.ref(parameter.grad) for parameter in self._trained if parameter.grad is not None]
+        return _state_of(parameter.grad for parameter in self._trained)
 
     def _run(self) -> Any:
         """Run the last micro-step until it succeeds. After a failure, all since the last optimizer step run again."""
@@ -170,6 +201,8 @@ class OomGuard:
                         before.restore()
                         self._gradients_before = _state_of(parameter.grad for parameter in self._trained)
                     result = run()
+                if is_retry and self._keeps_gradients:
+                    self._check_dropped()
                 return result
             except Exception as error:
                 # A guard inside the step has already tried all plans if it raises `OutOfPlansError`.
@@ -190,7 +223,7 @@ class OomGuard:
         """
         self.attempts += 1
         report(error, self.model)
-        reason = str(error).partition("\n")[0].strip()
+        reason = self._reason = str(error).partition("\n")[0].strip()
         try:
             self._drop_gradients(weights)
             change = tighten(self.model, exact=self.exact)
@@ -212,23 +245,65 @@ class OomGuard:
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
 
+        Gradients of earlier micro-steps, which cannot be computed again, become NaN: a retry that drops them, as
+        `zero_grad` does, does not need them, and any other is refused when it ends.
+
         Raises `HfCkptError` if there were others before, or if the weights may differ from the state `weights`.
         """
         # A fused optimizer does not count its changes of weights.
-        if weights != _state_of(self._trained) or compat.torch.has_gradient_hooks(self._trained):
+        changed = weights != _state_of(self._trained) or self._was_optimized
+        if changed or compat.torch.has_gradient_hooks(self._trained):
             raise HfCkptError("The backward may have changed weights (an optimizer runs inside it): no retry.")
-        if self._had_gradients:
+        if self._found and self._finds_left():
             raise HfCkptError(
                 "Gradients from before the guarded steps cannot be computed again. Call "
-                "`zero_grad(set_to_none=True)` before them."
+                "`zero_grad(set_to_none=True)` before them, outside of the guard or first in the step."
             )
+        self._found.clear()  # the step drops them by itself
         for parameter in self._trained:
-            parameter.grad = None
+            if not self._keeps_gradients:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach().mul_(math.nan)
+
+    def _finds_left(self) -> bool:
+        """Whether gradients from before the micro-steps are left, alone or in sums."""
+        found = {id(reference()) for reference in self._found}
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        # Under `create_graph`, a sum is a new tensor.
+        return any(id(gradient) in found or gradient.requires_grad for gradient in gradients)
+
+    def _check_dropped(self) -> None:
+        """Raise `OutOfPlansError` if a retry has added to the gradients of micro-steps that did not run again."""
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        if any(bool(gradient.detach().sum().isnan()) for gradient in gradients):
+            for parameter in self._trained:
+                parameter.grad = None
+            self._steps.clear()
+            raise OutOfPlansError(
+                f"{self._reason} hf_ckpt: The weights have changed since the micro-steps before, so that their "
+                "gradients cannot be computed again. Call `zero_grad()` after each optimizer step."
+            )
+        self._keeps_gradients = False
 
 
 def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
     """The state of tensors; (0, 0) for a missing gradient. Versions count changes in place."""
     return tuple((0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors)
+
+
+class _Noticing:
+    """Tells a guard that an optimizer of its weights steps. A hook of the process must not hold the guard."""
+
+    def __init__(self, guard: OomGuard) -> None:
+        self._guard = weakref.ref(guard)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        guard = self._guard()
+        if guard is None or guard._was_optimized:
+            return
+        trained = set(map(id, guard._trained))
+        guard._was_optimized = any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
 
 class OomGuardMixin:

@@ -8,6 +8,7 @@ import json
 import random
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -39,6 +40,7 @@ from hf_ckpt.training.out_of_memory import REPORT_FILE
 
 SELECTIVE, FULL, OFFLOAD = "selective (save linear, attention)", "full", "offload"
 HEAD = "the head in chunks"
+FINE = contextlib.nullcontext()
 
 
 @pytest.fixture(autouse=True)
@@ -516,6 +518,89 @@ def test_gradients_of_before_cannot_be_computed_again():
     with FailingAllocator(10), pytest.raises(OutOfPlansError, match="Gradients from before the guarded steps"):
         OomGuard(model)(forward_and_backward, model, batch)
     assert_same({"loss": None, **before}, {"loss": None, **gradients(model)})
+
+
+@pytest.mark.parametrize("drops", ["first", "after the forward", "zeros", "never"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_retry_after_the_weights_have_changed(drops, kind, late):
+    """A step that drops the gradients by itself is retried alone. Gradients that are kept cannot be computed again."""
+    found, runs = [], []
+    for fails in ([], [2]):
+        model = tiny_model("llama", layers=2)
+        optimizer, guard, left = kind(model.parameters(), lr=0.1), OomGuard(model, exact=True), list(fails)
+
+        def step(number, model=model, optimizer=optimizer, left=left):
+            runs.append(number)
+            if drops in ("first", "zeros"):
+                optimizer.zero_grad(set_to_none=drops == "first")
+            loss = model(**without_cache(model, tiny_batch("llama", seed=number))).loss
+            failing = number in left and not left.clear()
+            if failing and not late:
+                run_out()
+            if drops == "after the forward":
+                optimizer.zero_grad()
+            loss.backward()
+            if failing:
+                run_out()
+
+        refused = drops == "never" and fails
+        for number in range(1, 3):
+            with pytest.raises(OutOfPlansError, match="weights have changed") if refused and number == 2 else FINE:
+                guard(step, number)
+            optimizer.step()
+        found.append({"loss": None, **gradients(model), **model.state_dict()})
+        assert guard.attempts == len(fails)
+    assert runs == [1, 2, 1, 2, 2]
+    if drops != "never":
+        assert_same(*found)
+
+
+def test_a_step_that_drops_clipped_gradients_is_retried_alone():
+    found, runs = [], []
+    for fails in ([], [2, 3]):
+        model = tiny_model("llama", layers=2)
+        optimizer, guard, left = torch.optim.SGD(model.parameters(), lr=0.1), OomGuard(model, exact=True), list(fails)
+
+        def step(number, model=model, optimizer=optimizer, left=left):
+            runs.append(number)
+            optimizer.zero_grad()
+            loss = forward_and_backward(model, tiny_batch("llama", seed=number))
+            if number in left:
+                run_out(left.remove(number))
+            return loss
+
+        seed()
+        for number in range(1, 4):
+            guard(step, number)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        found.append({"loss": None, **gradients(model), **model.state_dict()})
+        assert guard.attempts == len(fails)
+    assert runs == [1, 2, 3, 1, 2, 2, 3, 3]
+    assert_same(*found)
+
+
+def test_a_step_in_which_a_fused_optimizer_has_stepped_is_not_retried():
+    model = tiny_model("llama", layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step():
+        forward_and_backward(model, tiny_batch("llama"))
+        optimizer.step()
+        run_out()
+
+    with pytest.raises(OutOfPlansError, match="may have changed weights"):
+        OomGuard(model)(step)
+
+
+def test_a_second_thread_is_refused():
+    guard = OomGuard(tiny_model("llama", layers=2))
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(HfCkptError, match="Another thread"):
+            guard(lambda: threads.submit(guard, run_out).result())
+        assert threads.submit(guard, lambda: 1).result() == 1
+    assert guard.attempts == 0
 
 
 @pytest.mark.parametrize("failing", [{1, 2}, {0, 1, 2}], ids=str)
