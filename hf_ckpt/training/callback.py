@@ -210,7 +210,9 @@ class MemoryTimeCallback(TrainerCallback):
         host_began = host.stamp()
         loss = self._reporting(training_step, *args, **kwargs)
         issued_nanoseconds = host.between(host_began, host.stamp())
-        self._lags.append(1 - issued_nanoseconds / clock.between(began, clock.stamp()))
+        spent_nanoseconds = clock.between(began, clock.stamp())
+        if spent_nanoseconds > 0:  # a coarse clock may not have moved
+            self._lags.append(1 - issued_nanoseconds / spent_nanoseconds)
         if len(self._lags) == LAG_STEPS:
             self._reads_lags = False  # to read it, the host waits for the device
             if statistics.median(self._lags) < LEAST_LAG:
