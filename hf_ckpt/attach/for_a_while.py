@@ -80,8 +80,8 @@ def temporarily(
 ) -> Iterator[Installation]:
     """Enable a plan inside the `with` block, and restore the model, its installation and its counts afterwards.
 
-    The plan gets a record of its own, which `with` returns, so the session, the watch and all counts of an installation
-    are left alone.
+    The plan gets a record of its own, which `with` returns, so the plans, the watch and all counts of an installation
+    are left alone. A session only drops what it has measured of a step that has not ended.
 
     Args:
         model: a PreTrainedModel, plain or wrapped.

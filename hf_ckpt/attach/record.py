@@ -35,7 +35,7 @@ class Session(Protocol):
 
     @property
     def measuring(self) -> str | None:
-        """Why the current plan is not the plan of the run yet, in words; None if it is."""
+        """Why the current plan is not the plan of the run yet, in words; None if it is, and after giving up."""
 
     @property
     def measured_bytes(self) -> int | None:

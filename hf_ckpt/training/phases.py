@@ -23,7 +23,7 @@ class Phase(enum.Enum):
     """What a step is for."""
 
     WARM_UP = "warm-up"
-    """DDP prepares itself; nothing is measured."""
+    """DDP prepares itself, or a run under ZeRO-3 begins; nothing is measured."""
     MEASURE = "measure"
     """Memory is read."""
     TIME = "time"

@@ -12,7 +12,7 @@ covers, runs under it. Otherwise the step is for the first of these phases that 
 | *check* | the plan; its first step is measured | after that step |
 | *plan* | the plan of the batch | |
 | *given up* | what keeps least | |
-| *paused* | the same, because a further forward has no room under its plan; unmeasured | after that step |
+| *paused* | what keeps least: a forward has no room under the plan; unmeasured | after that step |
 
 What happens in a step, see `Session.on_batch`: a forward that belongs to the step before only gets room. Any other one
 begins a step. Then the session stores what the step before has shown (`_finish`), looks for changes of the model, and
@@ -36,9 +36,9 @@ What a step needs also depends on which parameters are trained, their bytes, aut
 their attention. In another state of the model, steps are measured again; also once an optimizer has added to its state,
 or a step calls blocks that none called before.
 
-Each rank has its own session, because actions do not change the collective operations. Sessions of ranks tell each
-other nothing: ranks may run other numbers of forwards, and one that asked in a forward could wait for ever. They also
-race by themselves: waiting for a slower rank takes the same time under every plan.
+Each rank has its own session, because actions do not change the collective operations; for ZeRO-3, see `ranks`. Other
+sessions tell each other nothing: ranks may run other numbers of forwards, and one that asked in a forward could wait
+for ever. They also race by themselves: waiting for a slower rank takes the same time under every plan.
 
 Who does what: `phases` decides what a step is for and which plan is the fastest, `plans` makes plans, a `Recorder`
 measures one step, `measurements` has what is known of blocks, `batches` and `states` have what a step and its plan
@@ -258,7 +258,7 @@ class Session:
 
     @property
     def measuring(self) -> str | None:
-        """Why the current plan is not the plan of the run yet, in words; None if it is."""
+        """Why the current plan is not the plan of the run yet, in words; None if it is, and after giving up."""
         if self.planned is None:
             return "measuring"
         is_measuring = self.planned.is_provisional and not self.gave_up
@@ -413,7 +413,7 @@ class Session:
 
     def _needs_check(self, batch: Batch) -> bool:
         """Whether to measure the first step under the plan of a batch: not if a plan was measured of one that differs
-        only in its length, and enough lengths were measured to predict all others."""
+        only in its length, and so many lengths were measured that this one follows from them."""
         checked = [other for other, planned in self.plans.items() if planned.measured_bytes is not None]
         is_like_them = any(batch.length_of(other) is not None for other in checked)
         return not (is_like_them and self._measurements.follows(batch))

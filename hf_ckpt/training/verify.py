@@ -38,8 +38,8 @@ class Verification:
     """The result of `verify`. It is truthy if the plan does what it promises.
 
     Gradients were compared. Buffers are bit-equal; gradients and the loss are, too, or differ by rounding if the head
-    runs in chunks, or blocks are compiled. Every planned block was recomputed. The head ran in chunks, if the plan says
-    so.
+    runs in chunks, feed-forwards run in tiles, or blocks are compiled. Every planned block was recomputed. The head ran
+    in chunks, if the plan says so.
     """
 
     plan: Plan
