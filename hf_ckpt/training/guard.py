@@ -111,7 +111,7 @@ class OomGuard:
         needed no more if a micro-step drops them by itself."""
         self._reason = ""
         """Text of the last error."""
-        self._found: list[weakref.ref[torch.Tensor]] = []
+        self._foreign: list[weakref.ref[torch.Tensor]] = []
         """The gradients before the first micro-step, which cannot be computed again."""
         weakref.finalize(self, compat.optimizers.call_after(_Noticing(self)).remove).atexit = False
         record = installation(model)
@@ -184,7 +184,7 @@ class OomGuard:
         self._keeps_gradients = False
         parameters = dict.fromkeys((*self.model.parameters(), *self.also))
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._found = [weakref.ref(parameter.grad) for parameter in self._trained if parameter.grad is not None]
+        self._foreign = [weakref.ref(parameter.grad) for parameter in self._trained if parameter.grad is not None]
         return _state_of(parameter.grad for parameter in self._trained)
 
     def _run(self) -> Any:
@@ -254,12 +254,12 @@ class OomGuard:
         changed = weights != _state_of(self._trained) or self._was_optimized
         if changed or compat.torch.has_gradient_hooks(self._trained):
             raise HfCkptError("The backward may have changed weights (an optimizer runs inside it): no retry.")
-        if self._found and self._finds_left():
+        if self._foreign and self._finds_left():
             raise HfCkptError(
                 "Gradients from before the guarded steps cannot be computed again. Call "
                 "`zero_grad(set_to_none=True)` before them, outside of the guard or first in the step."
             )
-        self._found.clear()  # the step drops them by itself
+        self._foreign.clear()  # the step drops them by itself
         for parameter in self._trained:
             if not self._keeps_gradients:
                 parameter.grad = None
@@ -268,10 +268,10 @@ class OomGuard:
 
     def _finds_left(self) -> bool:
         """Whether gradients from before the micro-steps are left, alone or in sums."""
-        found = {id(reference()) for reference in self._found}
+        foreign = {id(reference()) for reference in self._foreign}
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         # Under `create_graph`, a sum is a new tensor.
-        return any(id(gradient) in found or gradient.requires_grad for gradient in gradients)
+        return any(id(gradient) in foreign or gradient.requires_grad for gradient in gradients)
 
     def _check_dropped(self) -> None:
         """Raise `OutOfPlansError` if a retry has added to the gradients of micro-steps that did not run again."""

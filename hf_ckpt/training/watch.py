@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 FIRST = 3
 """The first training forward that is checked. Users read the peak of the first steps, to which a check would add."""
 
+AVOIDS_NOT = "hf_ckpt: under ZeRO-3, `on_mismatch: avoid` only reports: all ranks must recompute the same blocks."
+
 
 class Watch:
     """Checks one block at a time while a model trains.
@@ -64,7 +66,8 @@ class Watch:
         """If checks have found differences, and `on_mismatch` is `avoid`, run these blocks under another action.
 
         That is `selective`, which runs no block twice, or `keep` if the block already has `selective`. Under `budget`
-        and `auto`, steps are measured again, because their plans count on what the block kept before.
+        and `auto`, steps are measured again, because their plans count on what the block kept before. With several
+        ranks under ZeRO-3, nothing changes, because the other ranks would not know of it.
 
         Args:
             base: the model, plain.
@@ -73,6 +76,9 @@ class Watch:
         names = self._to_avoid & record.regions.keys()
         self._to_avoid = set()
         if not names:
+            return
+        if compat.distributed.ranks() > 1 and compat.distributed.ranks_recompute_together(base):
+            warn_once(log, AVOIDS_NOT)
             return
         for name in sorted(names):
             runs_twice = record.regions[name].runs_block_again

@@ -104,6 +104,20 @@ def test_a_block_that_draws_by_itself_is_left_to_selective():
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_of_zero3_avoids_nothing_alone(ranks, monkeypatch, caplog):
+    """The others would wait for it, because they would gather other parameters."""
+    model = watched(on_mismatch="avoid")
+    step(model, tiny_batch("llama"))
+    monkeypatch.setattr(compat.distributed, "ranks_recompute_together", lambda model: True)
+    monkeypatch.setattr(compat.distributed, "ranks", lambda: ranks)
+    record = installation(model)
+    record.watch._to_avoid.add("model.layers.1")
+    record.watch.avoid(model, record)
+    assert set(record.avoided) == ({"model.layers.1"} if ranks == 1 else set())
+    assert ("under ZeRO-3, `on_mismatch: avoid` only reports" in caplog.text) == (ranks > 1)
+
+
 @pytest.mark.long
 def test_a_budget_measures_again_around_a_block_that_was_wrong():
     model = without_state(model_of(layers=LAYERS))
