@@ -170,7 +170,11 @@ def loss_of(training: Training, model: Any, reference: Any, batch: dict[str, tor
 
 
 def count(training: Training, model: Any, reference: Any = None) -> int:
-    """The peak of the second real step, in bytes of live tensors; checks that the plan was carried out."""
+    """The peak of the second real step, in bytes of live tensors; checks that the plan was carried out.
+
+    With several ranks, the lowest of some steps: on a busy machine, threads of gloo let go of tensors later.
+    """
+    steps = 1 if training["ranks"] is None else 4
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     batch = batch_of(training)
     if hasattr(model.config, "use_cache"):
@@ -184,18 +188,21 @@ def count(training: Training, model: Any, reference: Any = None) -> int:
 
     run()
     optimizer.zero_grad()
-    with LiveBytes(model, optimizer, batch, others) as live:
-        run()
-    optimizer.zero_grad()
+    peaks = []
+    for _ in range(steps):
+        with LiveBytes(model, optimizer, batch, others) as live:
+            run()
+        optimizer.zero_grad()
+        peaks.append(live.peak_bytes)
     described = hf_ckpt.describe(model)
-    times = {"full": 2 * training["accumulation"], "keep": 0}
+    times = {"full": (1 + steps) * training["accumulation"], "keep": 0}
     following = [action for _, action in described.plan.actions[1:]]
     for (block, action), after in zip(described.plan.actions, [*following, KEEP], strict=True):
         recomputed = described.recomputed.get(block.name, 0)
         if action.kind in times:  # once more if it makes the input of the next block
             assert recomputed == times[action.kind] * (1 + after.made)
     assert any(described.recomputed.values()) == bool(described.plan.active())
-    return live.peak_bytes
+    return min(peaks)
 
 
 def with_plan(model: Any, training: Training, plan: str) -> Plan:
