@@ -107,6 +107,9 @@ class BudgetWatch:
         has_peaks = bool(there) and all(map(keeps_statistics, there))
         self._meter = PeakMeter(there) if has_peaks else None
         self._check_every = check_every
+        # The check step is the n-th one. One step between two of them is left to the watch of blocks.
+        self._wait = max(1, check_every - 1)
+        """Steps under plans before the next one is measured."""
         self.is_due = False
         """Whether the next step is to be measured."""
         self.is_open = False
@@ -118,6 +121,7 @@ class BudgetWatch:
         self._checked = 0
         """`_steps` at the last check."""
         self._noticed = False
+        """Whether a check comes after `SOON` steps, unless it comes sooner anyway."""
         self._in_a_row_until = 0
         """Until so many steps, a step that exceeds the budget is the second one in a row."""
 
@@ -125,9 +129,9 @@ class BudgetWatch:
         """A step under its plan begins."""
         self._steps += 1
         if self._meter is None:
-            wait = min(SOON, self._check_every) if self._noticed else self._check_every
-            # The check step is the n-th one. One step between two of them is left to the watch of blocks.
-            self.is_due = wait > 0 and self._steps - self._checked >= max(1, wait - 1)
+            waited = self._steps - self._checked
+            is_late = waited >= self._wait or (self._noticed and waited >= SOON - 1)
+            self.is_due = is_late and self._check_every > 0
         elif not self.is_open:
             self._meter.read()
             self.is_open = True

@@ -185,7 +185,7 @@ def test_budgets_hold(name, shares):
     assert found == {share: [] for share in shares}
 
 
-@pytest.mark.parametrize(("name", "shares"), cases(RANK_ROWS))
+@pytest.mark.parametrize(("name", "shares"), [*cases(RANK_ROWS)])
 def test_budgets_hold_on_ranks(name, shares, tmp_path):
     """Each rank has its own peaks; the budget is the same on all ranks."""
     named = {f"{name} at {share}": dataclasses.replace(RANK_ROWS[name], share=share) for share in shares}

@@ -33,7 +33,7 @@ def test_each_step_is_for_what_is_still_to_be_done(name):
     assert first_of(phases_in_order(known), known) is Phase(expected)
 
 
-@pytest.mark.parametrize("swapped", itertools.pairwise(phases_for()))
+@pytest.mark.parametrize("swapped", list(itertools.pairwise(phases_for())))
 def test_another_order_of_phases_gives_some_steps_another_phase(swapped):
     """So the table lists enough."""
     first, second = swapped

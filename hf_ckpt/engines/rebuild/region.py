@@ -161,27 +161,21 @@ class RebuildRegion(Region):
             if recording is not None:
                 self.saved = recording.saved()
             return output
-        except compat.checkpoint.StopRecomputation:  # no error: it has saved all that the forward saved
-            has_ended = True
-            raise
-        except RuntimeError as error:
-            if compat.torch.refuses_hooks(error):
+        except BaseException as error:
+            # torch ends a recomputation by an exception as soon as it has saved all that the forward saved.
+            has_ended = isinstance(error, compat.checkpoint.StopRecomputation)
+            if isinstance(error, RuntimeError) and compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
-            raise
-        except Exception:  # the end of the model's forward, which is told of it, ends the count
-            raise
-        except BaseException:  # an interrupt ends the step before anything is told
-            stop_counts()
+            # After other errors, the end of the model's forward, which is told of it, ends the count.
+            if not isinstance(error, Exception):
+                stop_counts()
             raise
         finally:
             running.tape = outer  # of a block around this one: models may nest their blocks
             tape.close(output)
             if recording is not None:
                 recording.close()
-            if has_ended:
-                self._learn(tape, useless)
-            else:  # what it saved before its error is no fact about forwards
-                self.hopeless.clear()
+            self._learn(tape, useless if has_ended else None)
 
     def _tape(self, fn: Callable[..., Any], args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> Tape:
         """Return the tape of a forward that begins."""
@@ -197,8 +191,14 @@ class RebuildRegion(Region):
         with compat.torch.without_torch_functions():  # a mode may refuse tensors that the block does not use
             return Recording(Names(compat.transformers.module_of(fn), tape.graph, args[0]))
 
-    def _learn(self, tape: Tape, useless: str) -> None:
-        """Count what a forward has saved and dropped, and give the warning `useless` once if nothing can be rebuilt."""
+    def _learn(self, tape: Tape, useless: str | None) -> None:
+        """Count what a forward has saved and dropped, and give the warning `useless` once if nothing can be rebuilt.
+
+        Of a forward that has raised an error, for which `useless` is None, nothing is learnt.
+        """
+        if useless is None:
+            self.hopeless.clear()
+            return
         is_first = not self.saved_tensors
         saves_others = tape.saved != self.saved_tensors
         misses_versions = tape.parameters.are_read and not self.reads_parameters
