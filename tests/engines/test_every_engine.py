@@ -155,7 +155,7 @@ def calls_without_us(lora):
         pytest.param("full", False, 0.78, marks=pytest.mark.compat),  # with torch 2.8
     ],
 )
-def test_a_steady_step_makes_fewer_calls_than_transformers_own(policy, lora, share):
+def test_a_steady_step_makes_at_most_a_share_of_the_calls_of_transformers_own(policy, lora, share):
     """What a step of a small model waits for: at most this share of the calls of transformers' own checkpointing.
 
     With torch 2.14, `full+selective` makes 1 % more.
