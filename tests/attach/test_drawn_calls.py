@@ -307,7 +307,10 @@ class Sequences(RuleBasedStateMachine):
             assert_same(step(plain, BATCH), step(ours, BATCH))
 
 
-@pytest.mark.parametrize(("count", "steps"), [(25, 8), pytest.param(300, 14, marks=pytest.mark.slow)])
+FURTHER = [pytest.mark.slow, pytest.mark.thorough]
+
+
+@pytest.mark.parametrize(("count", "steps"), [(25, 8), pytest.param(300, 14, marks=FURTHER)])
 def test_any_sequence(count, steps):
     Sequences.recomputed = 0
     checks = settings(max_examples=count, stateful_step_count=steps, suppress_health_check=list(HealthCheck))
