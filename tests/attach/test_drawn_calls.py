@@ -218,6 +218,7 @@ class Sequences(RuleBasedStateMachine):
     def go_on_with_a_copy(self, pickled):
         self.keep(self.plain, self.ours)
         has_closures = bool(vars(base_model(self.ours)).get("_require_grads_hooks"))
+        has_closures |= "forward" in vars(base_model(self.plain).lm_head)  # accelerate's hook
         pickled = pickled and not has_closures and not self.has_lora
         copied = (lambda model: pickle.loads(pickle.dumps(model))) if pickled else copy.deepcopy
         self.plain, self.ours = map(copied, self.both())
