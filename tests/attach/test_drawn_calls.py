@@ -261,6 +261,7 @@ class Sequences(RuleBasedStateMachine):
     @rule()
     def resize(self):
         for model in self.both():
+            model.zero_grad()  # torch itself adds no gradients of another size
             torch.manual_seed(0)
             base_model(model).resize_token_embeddings(400)
 

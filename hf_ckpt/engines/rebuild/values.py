@@ -29,6 +29,7 @@ backward frees everything.
 
 from __future__ import annotations
 
+import abc
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
@@ -51,7 +52,7 @@ class Work:
         """Number of operations and modules that were run again."""
 
 
-class Shared:
+class Shared(abc.ABC):
     """A tensor that is fetched or rebuilt once in a backward, for all its uses.
 
     Args:
@@ -85,9 +86,9 @@ class Shared:
             self.cached = None
             self.left = self.uses  # for another backward through a graph that is retained
 
+    @abc.abstractmethod
     def value(self) -> torch.Tensor:
         """Return the tensor. Its use ends by `end_use`."""
-        raise NotImplementedError
 
 
 DEEPEST = 64
