@@ -58,7 +58,7 @@ class Instead(ModelHook):
     @property
     def before(self) -> Any:
         """What was in its place before; None if nothing."""
-        return self._held[3]
+        return self.arguments()[3]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+_GONE = weakref.ref(nn.Module())
+"""Refers to a module that no longer exists."""
+
 
 class Weak:
     """Base of what refers to the modules of a model, and is held by one of them.
@@ -27,8 +30,7 @@ class Weak:
     def __init__(self, *arguments: Any) -> None:
         # A module holds its hooks, so a hook that held the module would be a cycle, which only the garbage collector
         # frees: a script that loads the next model would have both in memory.
-        held = (weakref.ref(value) if isinstance(value, nn.Module) else value for value in arguments)
-        self._held: tuple[Any, ...] = tuple(held)
+        self._held: tuple[Any, ...] = tuple(map(_weakly, arguments))
 
     @property
     def module(self) -> nn.Module | None:
@@ -51,6 +53,13 @@ class Weak:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(self.arguments())  # weak references cannot be pickled
+
+
+def _weakly(value: Any) -> Any:
+    """Return a weak reference to a module, or to one that is gone for None; other values as they are."""
+    if value is None:  # of a layer that was removed from a model that is then pickled or copied
+        return _GONE
+    return weakref.ref(value) if isinstance(value, nn.Module) else value
 
 
 def is_part(module: nn.Module, base: nn.Module) -> bool:
