@@ -7,6 +7,7 @@ forward may write (buffers, tensors in attributes, lists and dicts) is listed he
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import operator
@@ -37,8 +38,44 @@ _SMALL_BYTES = 2**18
 """The largest buffer that is copied although no forward has changed it yet: a copy of it takes microseconds."""
 
 Place = tuple[int, str]
-"""Where the block has a value: the number of a dict, and a key in it. The dicts are those of `Settings.dicts`: first
-the attributes of each module and config, as many as `Settings.attributes`, and then those of `Settings.tensors`."""
+"""Where the block has a value: the number of a box in `Settings.boxes`, and a key in it."""
+
+
+class Kind(enum.Enum):
+    """What a box holds, and what a recomputation finds in it."""
+
+    ATTRIBUTES = "attributes of a module or a config"
+    """Plain ones are as in `Box.content`. Tensors and containers are as each `ForwardState` has recorded them."""
+    PARAMETERS = "parameters of a module"
+    """As each `ForwardState` has recorded them."""
+    BUFFERS = "buffers of a module"
+    """The same."""
+    STRUCTURE = "children or hooks of a module"
+    """As in `Box.content`. A block's own hooks are none where transformers runs them outside of what is recomputed."""
+
+
+TENSORS = (Kind.PARAMETERS, Kind.BUFFERS)
+"""Kinds of boxes whose values are tensors. A tuple, because the hash of an enum's member is a Python call."""
+
+
+@dataclasses.dataclass(eq=False)
+class Box:
+    """A dict in which a block, or a module above it, has values.
+
+    Args:
+        kind: what it holds.
+        values: the dict; None for the attributes of the block and of the modules above it, which must not be held.
+        content: what it held when the settings were collected, as far as `kind` says so. Plain containers, such as the
+            scaling of adapters, are copies: a container itself may get tensors later, and would then keep the graph
+            that these settings belong to.
+        names: all its keys.
+    """
+
+    kind: Kind
+    values: dict[Any, Any] | None
+    content: dict[Any, Any]
+    names: frozenset[Any]
+
 
 Above = tuple[nn.Module, ...]
 """The modules above a block that run it: its stack and the models around it. In `Settings`, proxies of them: the block
@@ -58,18 +95,11 @@ class Settings:
     """
 
     def __init__(self, block: nn.Module, above: Above = ()) -> None:
-        self.attributes: list[dict[str, Any]] = []
-        """The plain attributes of each module and of its config. The block comes first."""
-        self.boxes: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        """Dicts of children and of hooks, each with a copy of its content.
-
-        The block's own hooks are none where transformers runs them outside of what is recomputed.
-        """
-        self.tensors: list[dict[str, torch.Tensor | None]] = []
-        """The dicts of parameters and of buffers that are not empty."""
+        self.boxes: list[Box] = []
+        """The attributes of the block, of the modules in it and of their configs, and of the modules above it; then
+        parameters and buffers, as far as there are any; then children and hooks."""
         self.plain_containers: list[Place] = []
-        """Dicts, lists and sets of plain values, such as the scaling of adapters. `attributes` has copies of them: a
-        container itself may get tensors later, and would then keep the graph that these settings belong to."""
+        """Dicts, lists and sets of plain values."""
         self.merged: list[Place] = []
         """Those of them that list the merged adapters of a layer."""
         self.containers: list[Place] = []
@@ -93,84 +123,100 @@ class Settings:
         """Whether the block sends tokens to experts."""
         self.parameters = vars(block)["_parameters"]
         """The dict of the block's own parameters, which identifies the block."""
-        owners: list[dict[str, Any]] = []
         copies: dict[int, Any] = {}  # two modules may share a container
+        parts: list[Box] = []
+        """Of `boxes`, those that come last: tensors and structure."""
         for module in block.modules():
             # Scripted modules have wrappers of C++ objects in place of these dicts, see torch/jit/_script.py.
             if isinstance(vars(module).get("_parameters"), dict):
-                self._collect(module, owners, copies, is_block=module is block)
-        self.inner = owners[1:]
-        """The dicts that `attributes` are from, without the block's own and those above it."""
+                self._collect(module, parts, copies, is_block=module is block)
+        self.inner = [box.values for box in self.boxes[1:] if box.values is not None]
+        """The dicts of the attributes of modules and configs, without the block's own and those above it."""
         self.above = above
         self.shared: set[Place] = set()
         """Those of `state` that are above the block. They are copied once a forward of the block has changed them."""
         has_below = len(self.state)
         for module in above:
-            self._collect_above(module, owners, copies)
+            self._collect_above(module, parts, copies)
         self.shared.update(self.state[has_below:])
-        self.names = [frozenset(owner) for owner in owners]
-        """The names of all their attributes."""
+        parts.sort(key=lambda box: box.kind is Kind.STRUCTURE)
+        self.boxes += parts
         self.weights: list[Place] = []
         """Parameters. Those that the first forward writes are state, too."""
-        self._list_tensors(block)
-        # Nine of ten are empty, and a look at their sizes touches a fourth of the memory that comparing them does.
-        self.empty = [box for box, content in self.boxes if not content]
-        self.filled = [box for box, content in self.boxes if content]
-        self.contents = [content for _, content in self.boxes if content]
-        self.sizes = [len(box) for box in (*owners, *self.tensors)]
-        # One `itemgetter` for all plain attributes of a module reads them without a Python call each.
-        self.getters = [(number, operator.itemgetter(*plain)) for number, plain in enumerate(self.attributes) if plain]
-        self.values = [getter(self.attributes[number]) for number, getter in self.getters]
+        self._list_tensors()
+        self._prepare_comparison(block)
 
-    def _list_tensors(self, block: nn.Module) -> None:
+    def _list_tensors(self) -> None:
         """Add the buffers of the block, and of the modules above it, to `state`, and its parameters to `weights`."""
-        buffers = {id(vars(module).get("_buffers")) for module in block.modules()}
         buffers_above = {id(vars(module)["_buffers"]) for module in self.above}
-        buffers |= buffers_above
-        for number, tensors in enumerate(self.tensors, len(self.attributes)):
-            places = [(number, key) for key in tensors]
-            kind = self.state if id(tensors) in buffers else self.weights
-            kind += places
-            if id(tensors) in buffers_above:
-                self.shared.update(places)
+        for number, box in enumerate(self.boxes):
+            places = [(number, key) for key in box.values or ()]
+            if box.kind is Kind.PARAMETERS:
+                self.weights += places
+            elif box.kind is Kind.BUFFERS:
+                self.state += places
+                if id(box.values) in buffers_above:
+                    self.shared.update(places)
 
-    def _collect(
-        self, module: nn.Module, owners: list[dict[str, Any]], copies: dict[int, Any], *, is_block: bool
-    ) -> None:
-        """Collect what one module and its config have, and add the dicts of their attributes to `owners`."""
+    def _prepare_comparison(self, block: nn.Module) -> None:
+        """Make the lists that `still_apply` and each `ForwardState` compare, without a Python call for each value."""
+        of_parts = [box for box in self.boxes if box.kind is not Kind.ATTRIBUTES]
+        self.parts = [box.values for box in of_parts if box.values is not None]
+        """The dicts of tensors and of structure."""
+        self.tensors = [box.values for box in of_parts if box.kind is not Kind.STRUCTURE and box.values is not None]
+        """The dicts of parameters and of buffers."""
+        structure = [box for box in of_parts if box.kind is Kind.STRUCTURE]
+        # Nine of ten are empty, and a look at their sizes touches a fourth of the memory that comparing them does.
+        self.empty = [box.values for box in structure if not box.content]
+        self.filled = [box.values for box in structure if box.content]
+        self.contents = [box.content for box in structure if box.content]
+        self.sizes = [len(box.names) for box in self.boxes if box.kind is not Kind.STRUCTURE]
+        # One `itemgetter` for all plain attributes of a module reads them without a Python call each.
+        plain = [
+            (number, box.content)
+            for number, box in enumerate(self.boxes)
+            if box.kind is Kind.ATTRIBUTES and box.content
+        ]
+        self.getters = [(number, operator.itemgetter(*content)) for number, content in plain]
+        self.values = [getter(self.boxes[number].content) for number, getter in self.getters]
+
+    def _collect(self, module: nn.Module, parts: list[Box], copies: dict[int, Any], *, is_block: bool) -> None:
+        """Collect what one module and its config have: a box for each dict of attributes, and `parts`."""
         attributes = vars(module)
-        number = len(owners)
-        owners.append(attributes)
-        self.attributes.append({})
+        box = Box(Kind.ATTRIBUTES, None if is_block else attributes, {}, frozenset(attributes))
+        self.boxes.append(box)
         if is_block or not _is_indifferent(module):
-            self._sort(attributes, number, copies)
-        self.tensors += [tensors for tensors in (attributes["_parameters"], attributes["_buffers"]) if tensors]
+            self._sort(attributes, box.content, copies)
+        for kind, tensors in ((Kind.PARAMETERS, attributes["_parameters"]), (Kind.BUFFERS, attributes["_buffers"])):
+            if tensors:
+                parts.append(Box(kind, tensors, {}, frozenset(tensors)))
         is_outside = is_block and compat.transformers.HOOKS_STAY_OUTSIDE
         for key, value in attributes.items():
             is_hooks = key in _INTERNAL and key.startswith(("_forward", "_backward"))  # or how torch calls them
             if key == "_modules" or (is_hooks and not is_outside):
-                self.boxes.append((value, dict(value)))
+                parts.append(Box(Kind.STRUCTURE, value, dict(value), frozenset(value)))
         config = compat.transformers.config_of(module)
-        if config is not None and not any(vars(config) is owner for owner in owners):  # modules share configs
-            owners.append(vars(config))
-            self.attributes.append({key: value for key, value in vars(config).items() if _is_plain(value)})
+        if config is not None and not any(vars(config) is box.values for box in self.boxes):  # modules share configs
+            content = {key: value for key, value in vars(config).items() if _is_plain(value)}
+            self.boxes.append(Box(Kind.ATTRIBUTES, vars(config), content, frozenset(vars(config))))
 
-    def _collect_above(self, module: nn.Module, owners: list[dict[str, Any]], copies: dict[int, Any]) -> None:
-        """Collect what a module above the block holds itself, and add the dict of its attributes to `owners`."""
-        number = len(owners)
-        owners.append(vars(module))
-        self.attributes.append({})
+    def _collect_above(self, module: nn.Module, parts: list[Box], copies: dict[int, Any]) -> None:
+        """Collect what a module above the block holds itself."""
+        box = Box(Kind.ATTRIBUTES, None, {}, frozenset(vars(module)))
+        self.boxes.append(box)
         # Not what transformers declares for every model, such as plans for parallelism, nor methods that were replaced,
         # such as hf_ckpt's own, nor objects in containers, such as adapters' configs.
         names = [key for key in vars(module) if not hasattr(compat.transformers.PreTrainedModel, key)]
         items = {key: vars(module)[key] for key in names}
         items = {key: item for key, item in items.items() if not (callable(item) or _has_only_objects(item))}
-        self._sort(items, number, copies)
+        self._sort(items, box.content, copies)
         if vars(module)["_buffers"]:
-            self.tensors.append(vars(module)["_buffers"])
+            buffers = vars(module)["_buffers"]
+            parts.append(Box(Kind.BUFFERS, buffers, {}, frozenset(buffers)))
 
-    def _sort(self, attributes: dict[str, Any], number: int, copies: dict[int, Any]) -> None:
-        """Sort the attributes of one module, dict `number`, by what a forward may do to them."""
+    def _sort(self, attributes: dict[str, Any], content: dict[str, Any], copies: dict[int, Any]) -> None:
+        """Sort the attributes of the last box by what a forward may do to them, and add plain ones to its `content`."""
+        number = len(self.boxes) - 1
         for key, value in attributes.items():
             if is_ignored(key):
                 continue
@@ -179,9 +225,9 @@ class Settings:
                     self.state.append((number, key))
             # `forward` is an attribute where something, such as accelerate, has replaced the method.
             elif _is_plain(value) or key == "forward":
-                self.attributes[number][key] = value
+                content[key] = value
             elif _is_plain_container(value):
-                self.attributes[number][key] = copied(value, copies)
+                content[key] = copied(value, copies)
                 self.plain_containers.append((number, key))
                 if compat.peft.is_merged(key, value):
                     self.merged.append((number, key))
@@ -189,13 +235,13 @@ class Settings:
                 self.containers.append((number, key))
 
     def dicts(self, block: nn.Module) -> list[dict[str, Any]]:
-        """Return the dicts that places refer to: of the attributes of each module and config, then of tensors."""
-        return [vars(block), *self.inner, *map(_attributes_if_alive, self.above), *self.tensors]
+        """Return the dict of each box."""
+        return [vars(block), *self.inner, *map(_attributes_if_alive, self.above), *self.parts]
 
     def still_apply(self, block: nn.Module) -> bool:
         """Whether `block` is the block of these settings and still has them."""
         try:
-            # As `dicts`, without a call.
+            # As `dicts`, without a call, and without structure.
             dicts = [vars(block), *self.inner, *map(_attributes_of, self.above), *self.tensors]
             return (
                 dicts[0]["_parameters"] is self.parameters  # not a copy of the block, nor another block

@@ -44,7 +44,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.copies import attributes_of, copied, is_object
 from hf_ckpt.engines.routers import Choices
 from hf_ckpt.engines.seen import NO_TENSORS, Seen, SeenTensors
-from hf_ckpt.engines.settings import Place, Settings, is_ignored, is_small
+from hf_ckpt.engines.settings import TENSORS, Kind, Place, Settings, is_ignored, is_small
 from hf_ckpt.errors import ChangedBlockError, HfCkptError, OutOfPlansError
 
 
@@ -139,10 +139,14 @@ class ForwardState:
             self.values = values
             self.seen = seen
 
-    def _by_name(self, settings: Settings) -> list[dict[str, torch.Tensor | None]]:
-        """Return the parameters and buffers of the forward by name, for each dict of `Settings.tensors`."""
+    def _by_name(self, settings: Settings) -> dict[int, dict[str, torch.Tensor | None]]:
+        """Return the parameters and buffers of the forward by name: number of a box -> its tensors.
+
+        Empty if they are not compared.
+        """
         items = zip(self.names, self.values, strict=True)
-        return [dict(islice(items, size)) for size in settings.sizes[len(settings.attributes) :]]
+        boxes = enumerate(settings.boxes) if self.names else ()
+        return {number: dict(islice(items, len(box.names))) for number, box in boxes if box.kind in TENSORS}
 
     def _record(self, settings: Settings, block: nn.Module) -> dict[int, torch.Tensor]:
         """Record what the forward may change in the block.
@@ -320,10 +324,10 @@ class ForwardState:
         if self.settings is not None and self.block is not None:
             dicts = self.settings.dicts(self.block)
             self._refuse_merged_adapters(self.settings, dicts)
-            for box, content in self._contents(self.settings, dicts):
+            for values, content in self._contents(self.settings, dicts):
                 # DeepSpeed's dicts of parameters have no `copy`.
-                undo.callback(_fill, box, dict(box))  # also undoes what the recomputation itself changes
-                _fill(box, content)
+                undo.callback(_fill, values, dict(values))  # also undoes what the recomputation itself changes
+                _fill(values, content)
             # What a block saves depends on what is trained: with another set, the recomputation would save other
             # tensors.
             for tensor, trained in zip(self.seen.tensors, self.seen.trained, strict=True):
@@ -340,36 +344,34 @@ class ForwardState:
         PEFT writes to `weight.data`, which moves neither the version nor the address.
         """
         for number, key in settings.merged:
-            if dicts[number].get(key) != settings.attributes[number][key]:
+            if dicts[number].get(key) != settings.boxes[number].content[key]:
                 raise ChangedBlockError(self.name, "adapters were merged into its weights, or taken out of them again")
 
     def _contents(
         self, settings: Settings, dicts: list[dict[str, Any]]
     ) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Yield each dict of the block with its content in the forward, for one recomputation."""
+        """Yield the dict of each box with its content in the forward, for one recomputation."""
         recorded: list[dict[str, Any]] = [{} for _ in dicts]
         copies: dict[int, Any] = {}
         for number, key in settings.plain_containers:
-            recorded[number][key] = copied(settings.attributes[number][key], copies)
+            recorded[number][key] = copied(settings.boxes[number].content[key], copies)
         for (number, key), content in self.held:
             recorded[number][key] = copied(content, copies)
         # Copies are no operations of the block: torch's own selective checkpointing must not count them.
         with compat.torch.unseen_by_modes():
-            for (number, key), seen, values in self.stored:
+            for (number, key), seen, copy in self.stored:
                 has_changed = (number, key) in settings.changing or seen.is_overwritten
-                recorded[number][key] = _copy_of(seen, values) if values is not None and has_changed else seen.tensor
-        owners = len(settings.attributes)
-        tensors = self._by_name(settings) if self.names else settings.tensors
-        for number, box in enumerate(dicts):
-            if number < owners:
+                recorded[number][key] = _copy_of(seen, copy) if copy is not None and has_changed else seen.tensor
+        tensors = self._by_name(settings)
+        for number, (box, values) in enumerate(zip(settings.boxes, dicts, strict=True)):
+            content = box.content
+            if box.kind in TENSORS:
+                content = tensors.get(number, values)
+            elif box.kind is Kind.ATTRIBUTES:
                 # An attribute of the forward that is neither plain nor recorded, such as an object, keeps its value.
                 # One that is new goes.
-                content = {key: value for key, value in box.items() if key in settings.names[number]}
-                content |= settings.attributes[number]
-            else:
-                content = dict(tensors[number - owners])
-            yield box, content | recorded[number]
-        yield from settings.boxes
+                content = {key: value for key, value in values.items() if key in box.names} | box.content
+            yield values, {**content, **recorded[number]}
 
     def restore(self) -> None:
         """Give the block the attributes and the values of buffers that it had, for good."""
@@ -384,13 +386,14 @@ class ForwardState:
                 with torch.no_grad():
                     stored.seen.tensor.copy_(stored.values)
         dicts = settings.dicts(self.block)
-        contents = self._contents(settings, dicts)
-        for number, (box, content) in zip(range(len(settings.attributes)), contents, strict=False):
+        for number, (values, content) in enumerate(self._contents(settings, dicts)):
+            if settings.boxes[number].kind is not Kind.ATTRIBUTES:
+                continue
             content |= {place[1]: seen.tensor for place, seen, _ in self.stored if place[0] == number}
             # Functions, and records such as hf_ckpt's own, belong to the plan, which may be another one by now.
-            other = {key: value for key, value in box.items() if key not in content and is_object(value)}
-            other |= {key: value for key, value in box.items() if callable(value)}
-            _fill(box, {key: value for key, value in content.items() if not callable(value)} | other)
+            other = {key: value for key, value in values.items() if key not in content and is_object(value)}
+            other |= {key: value for key, value in values.items() if callable(value)}
+            _fill(values, {key: value for key, value in content.items() if not callable(value)} | other)
 
     def _overwritten_names(self, settings: Settings, block: nn.Module) -> dict[int, str]:
         """Return the tensors of the block whose values are gone: id -> name.
@@ -413,7 +416,7 @@ class ForwardState:
         with_copy = {place for place, _, values in self.stored if values is not None}
         overwritten = {place: id(seen.tensor) for place, seen, _ in self.stored if seen.is_overwritten}
         changed = {id(tensor) for tensor, _ in self.seen.overwritten()}
-        for number, tensors in enumerate(self._by_name(settings), len(settings.attributes)):
+        for number, tensors in self._by_name(settings).items():
             overwritten |= {(number, key): id(tensor) for key, tensor in tensors.items() if id(tensor) in changed}
         return {place: tensor for place, tensor in overwritten.items() if place not in with_copy}
 
@@ -483,17 +486,17 @@ def _is_same(value: Any, content: Any) -> bool:
     return value is content
 
 
-def _fill(box: dict[Any, Any], content: dict[Any, Any]) -> None:
+def _fill(values: dict[Any, Any], content: dict[Any, Any]) -> None:
     """Give a dict this content, apart from keys that are no settings. Other threads may read it meanwhile."""
-    for key in [key for key in box if key not in content and not is_ignored(key)]:
-        del box[key]
+    for key in [key for key in values if key not in content and not is_ignored(key)]:
+        del values[key]
     for key, value in content.items():
-        if box.get(key, box) is not value and not is_ignored(key):  # no dict has itself as a value
-            box[key] = value  # not `clear` and `update`: another thread would find an empty dict
+        if values.get(key, values) is not value and not is_ignored(key):  # no dict has itself as a value
+            values[key] = value  # not `clear` and `update`: another thread would find an empty dict
     # Hooks run in the order of their dict, and `named_parameters` are compared in order.
-    if [key for key in box if key in content] != [key for key in content if key in box]:
-        for key in [key for key in content if key in box]:
-            box[key] = box.pop(key)
+    if [key for key in values if key in content] != [key for key in content if key in values]:
+        for key in [key for key in content if key in values]:
+            values[key] = values.pop(key)
 
 
 class _Refused(TorchFunctionMode):

@@ -29,7 +29,6 @@ backward frees everything.
 
 from __future__ import annotations
 
-import abc
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
@@ -52,8 +51,8 @@ class Work:
         """Number of operations and modules that were run again."""
 
 
-class Shared(abc.ABC):
-    """A tensor that is fetched or rebuilt once in a backward, for all its uses.
+class Shared:
+    """A tensor that is fetched or rebuilt once in a backward, for all its uses. `value` returns it in each.
 
     Args:
         sources: what it is rebuilt from, as far as uses of that are counted.
@@ -85,10 +84,6 @@ class Shared(abc.ABC):
         if self.left <= 0:
             self.cached = None
             self.left = self.uses  # for another backward through a graph that is retained
-
-    @abc.abstractmethod
-    def value(self) -> torch.Tensor:
-        """Return the tensor. Its use ends by `end_use`."""
 
 
 DEEPEST = 64
