@@ -20,18 +20,18 @@ from hf_ckpt.cli.arguments import add_options, add_verb, options_of, positive, q
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.question import FIELDS, PRESETS, Question, command_of, question
-from hf_ckpt.forecast.result import HEADS, Forecast, Row
+from hf_ckpt.forecast.result import HEADS, Forecast, ForecastRow
 from hf_ckpt.units import GIB, exact_size
 
 ON_PAGE = {name: field for name, field in FIELDS.items() if field.label}
 """The fields of a `Question` that are on the page."""
-FIRST = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
+MAIN_FIELDS = ("model", "batch", "tokens", "lora", "load_in_4bit", "device")
 """The fields outside the accordion."""
 VALUES = {"batch": "16", "tokens": "1024", "device": "4080"}
 """Initial values that differ from the defaults."""
 STEP_GIB = 0.01
 """Distance of two budgets on the slider."""
-PARTS = {"resident": "#d5d8dc", "gradients": "#aab1ba", "kept for backward": "#8b97a5", "temporary": "#566373"}
+PART_COLOURS = {"resident": "#d5d8dc", "gradients": "#aab1ba", "kept for backward": "#8b97a5", "temporary": "#566373"}
 """What fills memory -> its colour in the figure."""
 ADDRESS = """(...values) => {
     const plain = %s;
@@ -222,9 +222,9 @@ def build(model: str = "gpt2") -> Any:
     with gradio.Blocks(title="hf_ckpt: does it fit?", analytics_enabled=False) as page:
         gradio.Markdown("# Does it fit, and with which arguments?\nNo weights are loaded, and no GPU is used.")
         with gradio.Row():
-            fields = {name: _field(gradio, name, {**VALUES, "model": model}) for name in FIRST}
+            fields = {name: _input_of(gradio, name, {**VALUES, "model": model}) for name in MAIN_FIELDS}
         with gradio.Accordion("More", open=False), gradio.Row():
-            fields |= {name: _field(gradio, name, VALUES) for name in ON_PAGE if name not in FIRST}
+            fields |= {name: _input_of(gradio, name, VALUES) for name in ON_PAGE if name not in MAIN_FIELDS}
         button = gradio.Button("Plan", variant="primary", elem_id="hf-plan")
         answer = gradio.Markdown(elem_id="hf-answer")
         budget = gradio.Slider(label="Budget (GiB)", step=STEP_GIB, visible=False, elem_id="hf-slider")
@@ -277,7 +277,7 @@ def figure_of(forecast: Forecast) -> Any:
     titles = ("Memory over one micro-step and the optimizer step", "Step time by peak")
     figure = make_subplots(cols=2, column_widths=[0.6, 0.4], subplot_titles=titles)
 
-    def add_rows(name: str, rows: Sequence[Row], **look: Any) -> None:
+    def add_rows(name: str, rows: Sequence[ForecastRow], **look: Any) -> None:
         peaks = [row.peak_bytes / GIB for row in rows]
         seconds = [row.step_seconds for row in rows]
         hover = "%{text}<br>%{x:.2f} GiB, %{y:.4g} s<extra></extra>"
@@ -287,7 +287,7 @@ def figure_of(forecast: Forecast) -> Any:
     moments = forecast.timeline.moments
     ends = list(itertools.accumulate(moment.part.nanoseconds / 1e9 for moment in moments))
     peaks = [[size / GIB for size in moment.parts().values()] for moment in moments]
-    for (name, colour), ys in zip(PARTS.items(), zip(*peaks, strict=True), strict=True):
+    for (name, colour), ys in zip(PART_COLOURS.items(), zip(*peaks, strict=True), strict=True):
         area = {"stackgroup": "memory", "fillcolor": colour, "line": {"width": 0, "color": colour}}
         # Areas are stacked, so that their upper edge is the memory in use.
         figure.add_scatter(x=ends, y=ys, name=name, mode="lines", hovertemplate="%{y:.2f} GiB", **area)
@@ -300,7 +300,7 @@ def figure_of(forecast: Forecast) -> Any:
     return figure
 
 
-def _field(gradio: Any, name: str, values: dict[str, str]) -> Any:
+def _input_of(gradio: Any, name: str, values: dict[str, str]) -> Any:
     """Return the input of the page for a field of a question."""
     details = ON_PAGE[name]
     default = FIELDS[name].default

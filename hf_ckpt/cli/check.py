@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     from hf_ckpt.training.verify import verify
 
-    for name, model, inputs, loss in _models(arguments, spec):
+    for name, model, inputs, loss in _models_to_check(arguments, spec):
         print_progress(f"checking {name}")
         checks[name] = verify(model, inputs, spec, loss_fn=loss)
     if arguments.json:
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(checks.values()) else 1
 
 
-def _models(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
+def _models_to_check(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
     """Yield (name, model, inputs, loss): the model of the command line, or a small random one of every family.
 
     A loss of None is the model's own. Compiled blocks and tiles draw their own numbers, so they get no dropout.

@@ -13,7 +13,7 @@ from hf_ckpt.cli import app, check, doctor, plan
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.spec.reading import did_you_mean, similar
 
-MOST_CHOICES = 8
+LISTED_CHOICES = 8
 """Choices that an error lists all; of more, it names those that are similar to what was given, if there are any."""
 
 
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         if choice:
             allowed = re.findall(r"[\w+-]+", choice[2])
             near = similar(choice[1], allowed, 3)
-            if near and len(allowed) > MOST_CHOICES:
+            if near and len(allowed) > LISTED_CHOICES:
                 message = message.replace(choice[2], f"{', '.join(map(repr, near))}; --help lists all {len(allowed)}")
             message += did_you_mean(choice[1], allowed)
         elif option:

@@ -1,4 +1,4 @@
-"""The rules of `hf-ckpt doctor`: a function for each silent fault, in the table `RULES`.
+"""The rules of `hf-ckpt doctor`: a function for each silent fault, in the table `RULES_BY_SEVERITY`.
 
 A silent fault is one that neither the owner of the file nor hf_ckpt reports when the training starts. Faults that end
 the start with an error are reported, too, where they concern activations.
@@ -41,7 +41,7 @@ Texts = Iterator[tuple[str, str, str]]
 def diagnose(files: ConfigFiles) -> list[Finding]:
     """Return the findings of all rules, errors first."""
     findings = []
-    for severity, rules in RULES.items():
+    for severity, rules in RULES_BY_SEVERITY.items():
         for rule in rules:
             findings += [Finding(severity, code_of(rule), *texts) for texts in rule(files)]
     return findings
@@ -230,7 +230,7 @@ def _redrawn_dropout(files: ConfigFiles) -> Texts:
         yield "preserve_rng_state", what, "Remove it, or set every dropout to 0."  # `selective` keeps the masks
 
 
-RULES: dict[str, tuple[Callable[[ConfigFiles], Texts], ...]] = {
+RULES_BY_SEVERITY: dict[str, tuple[Callable[[ConfigFiles], Texts], ...]] = {
     "error": (_spec, _spec_outside, _unread, _launch_keys, _fsdp_offload, _redrawn_dropout),
     "warning": (_misspelt, _flag_off, _own_checkpointing, _splits, _deepspeed_block, _auto_batch),
     "note": (_adapter_layers,),

@@ -61,7 +61,7 @@ class Device:
         return max(self.launch_nanoseconds, round(max(computing, moving) * 1e9))
 
 
-def _device(row: dict[str, str]) -> Device:
+def _row_of(row: dict[str, str]) -> Device:
     memory_bytes = round(float(row["GiB"]) * GIB) if row["GiB"] else None
     words = row["reported words"] or row["--device"].replace("-", " ")
     return Device(
@@ -79,7 +79,7 @@ def _device(row: dict[str, str]) -> Device:
 
 
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _file:
-    DEVICES = {device.name: device for device in map(_device, csv.DictReader(_file))}
+    DEVICES = {device.name: device for device in map(_row_of, csv.DictReader(_file))}
 """Name -> row. The last, `cpu`, is a guess at a few cores of a server."""
 
 

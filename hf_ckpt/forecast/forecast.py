@@ -24,12 +24,12 @@ from hf_ckpt.forecast.question import FIELDS, MODEL, OF_THE_PLAN, Question, on_d
 from hf_ckpt.forecast.ranks import sent_bytes
 from hf_ckpt.forecast.result import (
     Forecast,
-    Row,
+    ForecastRow,
     allocator_bytes_of,
     assumed_of,
     left_of,
     notes_on_allocator,
-    spec_of,
+    shortest_spec,
     to_write,
     verdict_of,
 )
@@ -155,7 +155,7 @@ class Forecaster:
     def answer(
         self,
         show: Callable[[Forecast], None] = lambda first: None,
-        add: Callable[[Row], None] = lambda row: None,
+        add: Callable[[ForecastRow], None] = lambda row: None,
         *,
         nearest: bool = True,
     ) -> Forecast:
@@ -194,7 +194,7 @@ class Forecaster:
         return dataclasses.replace(first, others=(*first.others, *faster, *forecast.others))
 
     def _nearest(
-        self, error: InfeasibleError, show: Callable[[Forecast], None], add: Callable[[Row], None]
+        self, error: InfeasibleError, show: Callable[[Forecast], None], add: Callable[[ForecastRow], None]
     ) -> Forecast:
         """Return the plan with the lowest peak, and what fits with a change, as `answer` does.
 
@@ -316,13 +316,15 @@ class Forecaster:
     def _frontier(self) -> dict[int, Plan]:
         return self.planner_of(self.training).frontier()
 
-    def _row(self, name: str, plan: Plan, limit: int, options: str = "", spec: Any = None) -> Row:
+    def _row(self, name: str, plan: Plan, limit: int, options: str = "", spec: Any = None) -> ForecastRow:
         predicted = plan.prediction
         assert predicted is not None
         fits = predicted.peak_bytes <= min(limit, self.device.memory_bytes or limit)
-        return Row(name, options, predicted.peak_bytes, predicted.step_seconds, predicted.tokens_per_second, fits, spec)
+        return ForecastRow(
+            name, options, predicted.peak_bytes, predicted.step_seconds, predicted.tokens_per_second, fits, spec
+        )
 
-    def _changed_rows(self, fields: Collection[str]) -> Iterator[Row]:
+    def _changed_rows(self, fields: Collection[str]) -> Iterator[ForecastRow]:
         """Yield the fastest plans that fit with one change of these fields; of one name, the first that fits."""
         names = set()
         for name, change in self._changes():
@@ -336,7 +338,7 @@ class Forecaster:
                 names.add(name)
                 yield row
 
-    def _changed_row(self, name: str, change: Mapping[str, Any]) -> Row:
+    def _changed_row(self, name: str, change: Mapping[str, Any]) -> ForecastRow:
         """Return the fastest plan with a change; if none fits, the one with the lowest peak."""
         training = on_device(dataclasses.replace(self._asked, **change), self.device)
         # `within` would look for advice, which takes as long as planning ten times.
@@ -377,7 +379,7 @@ class Forecaster:
             needed.append(least_bytes(self._model_of(training), self._inputs_of(training)))
         return max(needed)
 
-    def _spec_rows(self) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    def _spec_rows(self) -> tuple[tuple[ForecastRow, ...], tuple[str, ...]]:
         """Return the row of the spec that is asked about, whether it fits or not, and notes on it.
 
         Raises `HfCkptError` for a spec that does not fit the model.
@@ -445,7 +447,7 @@ class Forecaster:
         noun = "sequences per micro-step" if name == "batch" else "tokens per sequence"
         return (f"{number * unit} {noun} are the most that fit, and can leave {left} of the budget; {refused}",)
 
-    def _choose_split(self, sequences: int) -> tuple[Row, ...]:
+    def _choose_split(self, sequences: int) -> tuple[ForecastRow, ...]:
         """Set the fastest micro-batch for so many sequences per step on a rank.
 
         Return a row for each: its fastest plan, or that with the lowest peak if none fits.
@@ -453,7 +455,7 @@ class Forecaster:
         anyway: no gradients of an earlier micro-step are alive in it.
         """
         self._ask(global_batch=None)
-        rows: dict[int, Row] = {}
+        rows: dict[int, ForecastRow] = {}
         for batch in micro_batches(sequences):
             if batch < sequences and not all(row.fits for row in rows.values()):
                 continue
@@ -472,7 +474,7 @@ class Forecaster:
 
     def _spec(self, costs: Costs, plan: Plan, limit: int, training: Question) -> dict[str, Any]:
         """Return the spec to train with: a budget if the steps that it measures fit into the device."""
-        spec = spec_of(plan, limit, training.host_budget)
+        spec = shortest_spec(plan, limit, training.host_budget)
         if any(action.made for _, action in plan.actions):
             same = make_plan(Spec.parse(spec), [block for block, _ in plan.actions], plan.family, plan.model)
             return spec if same.actions == plan.actions else self._saved
@@ -512,7 +514,7 @@ class Forecaster:
         ]
         return [(name, change) for applies, name, change in rows if applies]
 
-    def _combined_row(self) -> Row | None:
+    def _combined_row(self) -> ForecastRow | None:
         """Return the row of several changes, in a fixed order, as few of them as fit.
 
         If none fit, return the row with the lowest peak; None if no step could be measured.
@@ -531,7 +533,7 @@ class Forecaster:
         changes = [*itertools.accumulate(steps, operator.or_, initial=change)]
         shared = {"ranks": 8, "parallel": "fsdp2", "head": "whole", "segments": None}
         shared |= {"load_in_4bit": False, "load_in_8bit": False}
-        rows: list[Row] = []
+        rows: list[ForecastRow] = []
 
         def fits(change: Mapping[str, Any]) -> bool:
             with contextlib.suppress(HfCkptError):  # such as PEFT's, which knows no layers for adapters

@@ -54,7 +54,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, in the type of `input`, of shape [..., in_features]."""
-        product: torch.Tensor = _Product.apply(input.to(self.compute), self)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _FourBitProduct.apply(input.to(self.compute), self)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             product = product + self.bias.to(product.dtype)
         return product.to(input.dtype)
@@ -65,7 +65,7 @@ class QuantisedLinear(nn.Linear):
         return self.weight.new_empty((self.out_features, self.in_features), dtype=dtype)
 
 
-class _Product(torch.autograd.Function):
+class _FourBitProduct(torch.autograd.Function):
     """Like `MatMul4Bit` of bitsandbytes."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class EightBitLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, in the type of `input`, of shape [..., in_features]."""
-        product: torch.Tensor = _Product8.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _EightBitProduct.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
         return product
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
@@ -111,7 +111,7 @@ class EightBitLinear(nn.Linear):
         return self.weight.to(dtype).mul_(2.0)
 
 
-class _Product8(torch.autograd.Function):
+class _EightBitProduct(torch.autograd.Function):
     """Like `MatMul8bitLt` of bitsandbytes, or `MatMul8bitFp` on a CPU."""
 
     @staticmethod

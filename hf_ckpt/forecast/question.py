@@ -96,9 +96,9 @@ class About:
                 return self.read(str(value) if self.read is parse_count else value)
             except (HfCkptError, ValueError) as error:
                 raise HfCkptError(f"{self.name} {error}.") from None
-        if self.read is _layers and isinstance(value, (list, tuple)):
+        if self.read is _read_layers and isinstance(value, (list, tuple)):
             return tuple(value)
-        if self.read is _spec and isinstance(value, (Mapping, Spec)):
+        if self.read is _read_spec and isinstance(value, (Mapping, Spec)):
             return Spec.parse(value)
         raise HfCkptError(f"{self.name} cannot be {value!r}: {self.help or 'a name'}.")
 
@@ -117,33 +117,33 @@ def _number(default: int | None, help: str, **more: Any) -> Any:
     return _field(default, help, read=parse_count, **more)
 
 
-def _device(text: str) -> str:
+def _read_device(text: str) -> str:
     """The name of a device in the table."""
     return device_named(text).name
 
 
-def _layers(text: str) -> str | tuple[str, ...]:
+def _read_layers(text: str) -> str | tuple[str, ...]:
     """`all-linear`, or comma-separated names of layers."""
     names = tuple(name.strip() for name in text.split(","))
     return "all-linear" if names == ("all-linear",) else names
 
 
-def _tokens(text: str | int) -> int | str:
+def _read_tokens(text: str | int) -> int | str:
     """`auto`, `whole`, or a number of tokens."""
     return READERS["head"](text) if text in ("auto", "whole", "full") else parse_count(str(text))
 
 
-def _segments(text: str | int) -> int | str:
+def _read_segments(text: str | int) -> int | str:
     """`sqrt`, or a number of segments."""
     return text if text == "sqrt" else parse_count(str(text))
 
 
-def _spec(text: str) -> Spec:
+def _read_spec(text: str) -> Spec:
     """A spec, as `Spec.parse` reads texts."""
     return Spec.parse(text)
 
 
-_NUMBERS = (parse_count, parse_budget, parse_bytes, float, _tokens, _segments)
+_NUMBERS = (parse_count, parse_budget, parse_bytes, float, _read_tokens, _read_segments)
 """What reads numbers, too."""
 
 
@@ -183,7 +183,7 @@ class Question:
     )
     lora: int | None = _number(None, "rank of LoRA adapters (default: none)", metavar="R", label="LoRA rank")
     lora_targets: str | tuple[str, ...] = _field(
-        "all-linear", "layers with adapters, such as q_proj,v_proj", read=_layers
+        "all-linear", "layers with adapters, such as q_proj,v_proj", read=_read_layers
     )
     lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "load the base in 4 bits (bitsandbytes nf4), as in QLoRA", label="4-bit base")
@@ -215,13 +215,13 @@ class Question:
     ranks: int = _number(1, "number of processes, each with its own device", label="Ranks", scope=COSTS)
     parallel: str = _field("ddp", _WAYS, read=way_named, choices=tuple(WAYS), label="Parallelism")
     architecture: str | None = _field(None, "model class to use instead of the config's")
-    head: int | str = _field("whole", _CHUNK, read=_tokens, label="LM head chunk", scope=STEP)
-    mlp: int | str = _field("whole", _TILE, read=_tokens, label="MLP tile", scope=COSTS)
-    segments: int | str | None = _field(None, _SEGMENTS, read=_segments, label="Segments", scope=PLAN)
-    device: str | None = _field(None, _DEVICES, read=_device, metavar="NAME", label="Device", scope=PLAN)
+    head: int | str = _field("whole", _CHUNK, read=_read_tokens, label="LM head chunk", scope=STEP)
+    mlp: int | str = _field("whole", _TILE, read=_read_tokens, label="MLP tile", scope=COSTS)
+    segments: int | str | None = _field(None, _SEGMENTS, read=_read_segments, label="Segments", scope=PLAN)
+    device: str | None = _field(None, _DEVICES, read=_read_device, metavar="NAME", label="Device", scope=PLAN)
     budget: float | None = _field(None, f"peak allowed: {_BUDGETS}", read=parse_budget, label="Budget", scope=PLAN)
     host_budget: int | None = _field(None, _HOST, read=parse_bytes, label="Host memory", scope=PLAN)
-    spec: Spec | None = _field(None, _SPEC, read=_spec, scope=PLAN)  # noqa: RUF009  # a field
+    spec: Spec | None = _field(None, _SPEC, read=_read_spec, scope=PLAN)  # noqa: RUF009  # a field
 
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():

@@ -31,7 +31,7 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ForecastRow:
     """One way to train, with its predicted cost."""
 
     name: str
@@ -68,7 +68,7 @@ class Forecast:
     If no plan fits (`predict` then raises an error), the figures are those of the plan with the lowest peak.
     """
 
-    row: Row
+    row: ForecastRow
     """The plan as one way to train."""
     verdict: str
     """Whether it fits, in words."""
@@ -87,9 +87,9 @@ class Forecast:
     """What the peak leaves of the device, and what of it is for the allocator, in lines; none if it does not fit."""
     notes: tuple[str, ...]
     """What else to know."""
-    others: tuple[Row, ...]
+    others: tuple[ForecastRow, ...]
     """Other ways to train; if no plan fits, what fits with a change."""
-    frontier: tuple[Row, ...]
+    frontier: tuple[ForecastRow, ...]
     """The fastest plans for other budgets; the lowest peak comes first."""
     write: Mapping[str, str]
     """What to copy: where it goes -> its lines; empty if no plan fits."""
@@ -102,12 +102,12 @@ class Forecast:
     Raises `InfeasibleError` if no plan fits, and `UnitError` for an invalid budget."""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ForecastRow, ...]:
         """The plan and other ways to train; if no plan fits, what fits with a change."""
         return self.others if self.plan is None else (self.row, *self.others)
 
     @property
-    def usual(self) -> tuple[Row, ...]:
+    def usual(self) -> tuple[ForecastRow, ...]:
         """The ways of transformers; `none` comes first."""
         return tuple(row for row in self.others if row.spec is None)
 
@@ -210,7 +210,7 @@ class Printer:
             self.add(row)
         self._console.file.flush()  # to a pipe, too: what follows may take longer
 
-    def add(self, row: Row) -> None:
+    def add(self, row: ForecastRow) -> None:
         """Print a row."""
         print_plain(self._console, *self._heading, _line(row.cells()))
         self._heading = ()
@@ -244,7 +244,7 @@ def print_comparison(comparison: Mapping[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def verdict_of(training: Question, device: Device, row: Row, budget_bytes: int, memory_bytes: int) -> str:
+def verdict_of(training: Question, device: Device, row: ForecastRow, budget_bytes: int, memory_bytes: int) -> str:
     """Whether the plan of a row fits, in one line: "Fits: 21.3 of 23.5 GiB on an RTX 4090, 4,100 tokens per second."
 
     `memory_bytes` is the memory of the device, or of the machine for a CPU.
@@ -263,7 +263,7 @@ def verdict_of(training: Question, device: Device, row: Row, budget_bytes: int, 
     return f"Does not fit: {needs}. The budget is {budget} GiB, and {name} has {memory}."
 
 
-def allocator_bytes_of(device: Device, row: Row) -> tuple[int, int]:
+def allocator_bytes_of(device: Device, row: ForecastRow) -> tuple[int, int]:
     """What torch's allocator may reserve beside the tensors of a row: the least and the most of published runs."""
     if device.memory_bytes is None:
         return 0, 0
@@ -271,7 +271,7 @@ def allocator_bytes_of(device: Device, row: Row) -> tuple[int, int]:
     return least, most
 
 
-def left_of(device: Device, row: Row) -> tuple[str, ...]:
+def left_of(device: Device, row: ForecastRow) -> tuple[str, ...]:
     """What the peak of a row leaves of the device, and what of it is for the allocator, in lines."""
     if device.memory_bytes is None or not row.fits:
         return ()
@@ -288,7 +288,7 @@ def left_of(device: Device, row: Row) -> tuple[str, ...]:
     )
 
 
-def notes_on_allocator(device: Device, row: Row) -> Iterator[str]:
+def notes_on_allocator(device: Device, row: ForecastRow) -> Iterator[str]:
     """A note on fragmentation, if the plan of a row fits, but perhaps not with what the allocator adds to tensors."""
     least, most = (row.peak_bytes + more for more in allocator_bytes_of(device, row))
     if device.memory_bytes is not None and row.fits and most > device.memory_bytes:
@@ -309,7 +309,7 @@ def assumed_of(training: Question, model: str, device: Device, budget_bytes: int
     return f"assumed: {command}; {model} on {device.title}, budget {format_bytes(budget_bytes)}{eight}"
 
 
-def spec_of(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
+def shortest_spec(plan: Plan, budget_bytes: int, host_budget: int | None) -> dict[str, Any]:
     """The shortest spec with which a training makes this plan by itself, for the peak and host memory allowed.
 
     A plan in segments recomputes all blocks in one way, so its spec is that way, with nothing to measure.

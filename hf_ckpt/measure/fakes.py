@@ -34,7 +34,7 @@ class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call
     def __init__(self, price: Price, *holders: Holder, padded: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = LiveBytes(*holders)
-        """The `Reader` of the step."""
+        """The `MemoryReader` of the step."""
         self._nanoseconds = 0
         self._price = price
         self._padded = padded

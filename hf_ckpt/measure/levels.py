@@ -22,7 +22,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.costs.steps import NOTHING, Call, CallName, Freed, Needs, Part, Step
-from hf_ckpt.measure.live import Holder, LiveBytes, Reader
+from hf_ckpt.measure.live import Holder, LiveBytes, MemoryReader
 from hf_ckpt.measure.memory import PeakMeter, keeps_statistics
 from hf_ckpt.spec.actions import KEEP, Action
 
@@ -138,7 +138,7 @@ class Levels:
         clock: tells the time; None for a step that is not timed.
     """
 
-    def __init__(self, reader: Reader | None = None, clock: Clock | None = None) -> None:
+    def __init__(self, reader: MemoryReader | None = None, clock: Clock | None = None) -> None:
         self.reader = reader
         self.missing_bytes: Callable[[], int] = int
         """Returns `Level.missing_bytes` of now."""
@@ -191,7 +191,7 @@ class Levels:
         return self._clock.between(self._marked[0][1], self._marked[-1][1])
 
 
-def reader_for(devices: Collection[torch.device], *holders: Holder) -> Reader:
+def reader_for(devices: Collection[torch.device], *holders: Holder) -> MemoryReader:
     """Make the reader of memory for a model on these devices.
 
     Args:

@@ -16,11 +16,11 @@ Holder = nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 """What holds tensors that are alive before counting begins: a model, an optimizer, or a batch (a mapping)."""
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_NO_WRAPPERS = (torch.Tensor, nn.Parameter)
 """Types of tensors that do not wrap others. Nearly all tensors are of these, and one look at the type is fast."""
 
 
-class Reader(abc.ABC):
+class MemoryReader(abc.ABC):
     """Reads memory at the boundaries of a step."""
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class _Alive(weakref.ref):  # type: ignore[type-arg]
     size: int
 
 
-class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-untyped-call]
+class LiveBytes(compat.torch.TorchDispatchMode, MemoryReader):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
         with LiveBytes(model) as live:
@@ -159,7 +159,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, Reader):  # type: ignore[no-unty
     def _count_all(self, result: Any) -> None:
         """Count the storages of the tensors that an operation returned."""
         for tensor in tensors_in(result):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            if type(tensor) in _NO_WRAPPERS and tensor.layout is torch.strided:
                 self.count(tensor)
             else:
                 for part in compat.torch.parts_with_storage(tensor):

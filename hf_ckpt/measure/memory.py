@@ -19,7 +19,7 @@ import torch
 
 from hf_ckpt import compat
 from hf_ckpt.logs import warn_once
-from hf_ckpt.measure.live import Reader
+from hf_ckpt.measure.live import MemoryReader
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
     there = compat.devices.accelerators(devices)
     if there and not compat.devices.shares_host_memory(there[0].type):
         try:
-            return _memory_of(there[0], held_bytes)
+            return _driver_memory(there[0], held_bytes)
         except RuntimeError:
             warn_once(
                 log,
@@ -85,13 +85,13 @@ def spare_bytes(devices: Iterable[torch.device]) -> int | None:
         left = []
         for device in there:
             _restart(device)  # so that `highest` has the peak until now
-            left.append(_memory_of(device).available_bytes - highest[device])
+            left.append(_driver_memory(device).available_bytes - highest[device])
         return min(left)
     except RuntimeError:
         return None
 
 
-def _memory_of(device: torch.device, held_bytes: int = 0) -> DeviceMemory:
+def _driver_memory(device: torch.device, held_bytes: int = 0) -> DeviceMemory:
     """Read the memory of an accelerator. Raises RuntimeError if torch does not tell it for this device."""
     free, total = compat.devices.memory_info(device)
     # What the allocator has reserved is not free to the driver, but this process may use it.
@@ -170,8 +170,8 @@ def _restart(device: torch.device) -> int:
     return statistics.current
 
 
-class PeakMeter(Reader):
-    """The `Reader` of the allocators of accelerators, and the peak of a process on a CPU.
+class PeakMeter(MemoryReader):
+    """The `MemoryReader` of the allocators of accelerators, and the peak of a process on a CPU.
 
     A window is the time between two reads.
 

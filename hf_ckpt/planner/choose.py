@@ -37,7 +37,7 @@ SIZES = 4
 """Most numbers of bytes that the end of a stack is assumed to free."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the calls so far that are assumed to free memory when the forward ends, to compare ways."""
-_NOTHING = -(2**61)
+_NO_BYTES = -(2**61)
 """Bytes that nothing needs; far below all others, and above half of the smallest int64."""
 Numbers = numpy.typing.NDArray[numpy.int64]
 
@@ -61,34 +61,24 @@ class _Option(NamedTuple):
     """The least `rebuilt` that this option counts on in the call before."""
 
 
-class Choices:
-    """The fastest choices of actions for a step, one for every limit.
+def fastest_choice(costs: Costs, limit: int) -> Choice | None:
+    """The choice with the least predicted time whose peak is at most `limit` bytes; None if no choice fits.
 
-    Args:
-        costs: of the step.
+    Of equally fast choices, that with earlier actions is taken, and of their orders, that in which the first calls keep
+    least.
     """
+    fitting = [
+        (table.times[place], table, place) for table in _tables(costs) if (place := table.first(limit)) is not None
+    ]
+    if not fitting:
+        return None
+    _, table, place = min(fitting, key=lambda row: row[0])
+    return table.choice(place)
 
-    def __init__(self, costs: Costs) -> None:
-        self._tables = _tables(costs)
 
-    def within(self, limit: int) -> Choice | None:
-        """The choice with the least predicted time whose peak is at most `limit` bytes; None if no choice fits.
-
-        Of equally fast choices, that with earlier actions is taken, and of their orders, that in which the first calls
-        keep least.
-        """
-        fitting = [
-            (table.times[place], table, place) for table in self._tables if (place := table.first(limit)) is not None
-        ]
-        if not fitting:
-            return None
-        _, table, place = min(fitting, key=lambda row: row[0])
-        return table.choice(place)
-
-    @property
-    def lowest_peak(self) -> int:
-        """The lowest peak of all choices, in bytes."""
-        return min(table.peaks[-1] for table in self._tables)
+def lowest_peak(costs: Costs) -> int:
+    """The lowest peak of all choices, in bytes."""
+    return min(table.peaks[-1] for table in _tables(costs))
 
 
 @functools.lru_cache(maxsize=64)  # a planner asks for many limits of the same `Costs` object
@@ -135,9 +125,9 @@ class _Table:
         most_before = numpy.cumsum([0, *(max(option.forward_only for _, option in stage) for stage in stages)])
         """Most bytes that all parts before a part have left until the forward ends."""
         time = numpy.array([0], dtype=numpy.int64)
-        in_forward = numpy.array([_NOTHING], dtype=numpy.int64)
+        in_forward = numpy.array([_NO_BYTES], dtype=numpy.int64)
         """For each way, most bytes alive before the model's forward ends, above what the parts before it have left."""
-        in_backward = numpy.array([_NOTHING], dtype=numpy.int64)
+        in_backward = numpy.array([_NO_BYTES], dtype=numpy.int64)
         """The same afterwards."""
         needs = numpy.array([0], dtype=numpy.int64)
         """The least `rebuilt` that a way needs of the part before it."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hf_ckpt.costs.costs import RECOMPUTED, Choice, Costs, Timeline, step_nanoseconds, timeline, with_segments
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner import policies
-from hf_ckpt.planner.choose import Choices
+from hf_ckpt.planner.choose import fastest_choice, lowest_peak
 from hf_ckpt.spec.actions import KEEP
 from hf_ckpt.spec.plan import Plan, Prediction
 from hf_ckpt.spec.reading import Segments
@@ -78,7 +78,7 @@ class Planner:
     @functools.cached_property
     def lowest_peak(self) -> int:
         """The lowest peak of any plan, in bytes."""
-        return min(map(_lowest_peak, self._costs))
+        return min(map(lowest_peak, self._costs))
 
     def within(self, budget_bytes: int) -> Selection:
         """The fastest actions whose predicted peak is at most `budget_bytes`.
@@ -87,11 +87,11 @@ class Planner:
         """
         fitting = []
         for costs in self._costs:
-            choice = Choices(costs).within(budget_bytes)
+            choice = fastest_choice(costs, budget_bytes)
             if choice is not None:
                 fitting.append(Selection(costs, choice))
         if not fitting:
-            raise _infeasible(min(self._costs, key=_lowest_peak), budget_bytes)
+            raise _infeasible(min(self._costs, key=lowest_peak), budget_bytes)
         return min(fitting, key=lambda selection: selection.nanoseconds)
 
     def lowest(self) -> Selection:
@@ -135,10 +135,6 @@ class Planner:
         # Of equally fast plans, that with the lowest peak stays.
         by_seconds = {plan.prediction.step_seconds: plan for plan in reversed(plans) if plan.prediction}
         return {plan.prediction.peak_bytes: plan for plan in reversed(by_seconds.values()) if plan.prediction}
-
-
-def _lowest_peak(costs: Costs) -> int:
-    return Choices(costs).lowest_peak
 
 
 def _in_two_runs(costs: Costs) -> Iterator[Choice]:
@@ -193,7 +189,7 @@ def _infeasible(costs: Costs, budget_bytes: int) -> InfeasibleError:
     moments = Planner([costs]).lowest().timeline
     parts = moments.worst.parts()
     hints = [_fewer_tokens(costs)]
-    segments_bytes = min(map(_lowest_peak, in_segments_of(costs)), default=moments.peak_bytes)
+    segments_bytes = min(map(lowest_peak, in_segments_of(costs)), default=moments.peak_bytes)
     if segments_bytes * NEARLY < moments.peak_bytes:
         hints.insert(0, f'segments ("segments": "sqrt"), with which the peak is {format_bytes(segments_bytes)}')
     # Then nothing helps that lowers the memory of blocks.

@@ -15,7 +15,7 @@ from hf_ckpt.costs.steps import Part
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.question import Question
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.planner.choose import Choices
+from hf_ckpt.planner.choose import fastest_choice
 from hf_ckpt.planner.planner import Planner, Selection
 from hf_ckpt.spec.actions import FULL, KEEP, OFFLOAD, SELECTIVE
 
@@ -125,7 +125,7 @@ def test_a_plan_moves_only_what_it_has_to(costs):
     assert low <= Planner([costs]).lowest_peak
     for budget in range(low, ends_of(costs)[1] + 1):
         chosen, choice = Planner(ways).within(budget)
-        alone = Choices(costs).within(budget)
+        alone = fastest_choice(costs, budget)
         assert alone is None or step_nanoseconds(chosen, choice) <= step_nanoseconds(costs, alone)
         stayed = tuple(ON_DEVICE.get(action, action) for action in choice)
         faster = step_nanoseconds(chosen, stayed) <= step_nanoseconds(chosen, choice)

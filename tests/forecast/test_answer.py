@@ -25,7 +25,7 @@ from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question, question
-from hf_ckpt.forecast.result import Printer, Row, left_of, notes_on_allocator
+from hf_ckpt.forecast.result import ForecastRow, Printer, left_of, notes_on_allocator
 from hf_ckpt.forecast.sizes import largest_within
 from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
@@ -507,7 +507,7 @@ def test_an_answer_says_what_to_leave_for_the_allocator():
     assert f"the allocator takes {least} to {most}: 12% to 24% of the peak" in second
     assert "expandable_segments:True" in second
     assert found.to_dict()["allocator_bytes"] == [*found.allocator_bytes]
-    full = left_of(device_named("t4"), Row("", "", round(0.95 * memory), 1.0, None, True, None))
+    full = left_of(device_named("t4"), ForecastRow("", "", round(0.95 * memory), 1.0, None, True, None))
     assert ", more than is free: 12%" in full[1]
     on_cpu = hf_ckpt.predict(**asked, device="cpu", budget="1GiB")
     assert (on_cpu.allocator_bytes, on_cpu.left) == ((0, 0), ())
@@ -516,7 +516,7 @@ def test_an_answer_says_what_to_leave_for_the_allocator():
 @pytest.mark.parametrize(("peak", "budget", "is_said"), [(12.0, 13.0, True), (11.7, 13.0, False), (13.5, 13.0, False)])
 def test_what_the_allocator_may_add_is_said_where_the_card_could_lack_it(peak, budget, is_said):
     """The T4 has 14.56 GiB, which is more than 1.24 times 11.7 GiB, and less than 1.24 times 12 GiB."""
-    row = Row("", "", round(peak * GIB), 1.0, None, peak <= budget, None)
+    row = ForecastRow("", "", round(peak * GIB), 1.0, None, peak <= budget, None)
     assert len(list(notes_on_allocator(device_named("t4"), row))) == is_said
     assert not list(notes_on_allocator(device_named("cpu"), row))
 

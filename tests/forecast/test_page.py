@@ -31,7 +31,7 @@ def forecast():
 
 def test_the_figure_has_the_peak_the_frontier_and_the_plan(forecast):
     traces = {trace.name: trace for trace in app.figure_of(forecast).data}
-    tops = [sum(sizes) for sizes in zip(*(traces[name].y for name in app.PARTS), strict=True)]
+    tops = [sum(sizes) for sizes in zip(*(traces[name].y for name in app.PART_COLOURS), strict=True)]
     assert max(tops) == pytest.approx(forecast.peak_bytes / GIB, rel=1e-3)
     star = traces["this plan"]
     assert (*star.x, *star.y) == (forecast.peak_bytes / GIB, forecast.step_seconds)

@@ -13,7 +13,7 @@ from hf_ckpt.costs.costs import CallCosts, Cost, Costs, Static, step_nanoseconds
 from hf_ckpt.costs.steps import Part
 from hf_ckpt.errors import InfeasibleError
 from hf_ckpt.planner import choose
-from hf_ckpt.planner.choose import Choices
+from hf_ckpt.planner.choose import fastest_choice, lowest_peak
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
 from hf_ckpt.units import format_bytes
 
@@ -39,13 +39,12 @@ def test_a_choice_is_as_fast_as_the_best_that_fits(costs, width):
         patch.setattr(choose, "WIDTH", width)
         tried = everything(costs)
         peaks = sorted({peak for *_, peak in tried.values()})
-        choices = Choices(costs)
-        assert choices.lowest_peak == peaks[0]
-        assert [choices.within(limit) for limit in (peaks[0] - 1, -1, -(10**30))] == [None] * 3
+        assert lowest_peak(costs) == peaks[0]
+        assert [fastest_choice(costs, limit) for limit in (peaks[0] - 1, -1, -(10**30))] == [None] * 3
         before = None
         for limit in [*(limit for peak in peaks for limit in (peak, peak + 1)), 2**62, 2**63, 10**30]:
             best = min(found[:2] for found in tried.values() if found[2] <= limit)
-            time, places, peak = tried[choices.within(limit)]  # only actions that each call may have
+            time, places, peak = tried[fastest_choice(costs, limit)]  # only actions that each call may have
             assert peak <= limit
             assert (time, places) == best if width == 1000 else best[0] <= time <= 1.06 * best[0]
             assert before is None or time <= before  # a larger budget never costs time
@@ -63,8 +62,8 @@ def test_steps_of_months_are_planned_like_short_ones():
         slow[action] = dataclasses.replace(cost, forward=forward, backward=backward)
     months = dataclasses.replace(costs, calls=tuple(dataclasses.replace(call, costs=slow) for call in costs.calls))
     low, high = ends_of(costs)
-    chosen = [Choices(costs).within(limit) for limit in range(low, high, 7)]
-    assert [Choices(months).within(limit) for limit in range(low, high, 7)] == chosen
+    chosen = [fastest_choice(costs, limit) for limit in range(low, high, 7)]
+    assert [fastest_choice(months, limit) for limit in range(low, high, 7)] == chosen
     assert len(set(chosen)) > 3
 
 
@@ -74,9 +73,9 @@ def test_a_deep_model_is_planned_as_with_a_wide_table(changes, monkeypatch):
     costs, twin = (made_up(3, [0, 1] * 40, actions=4, largest=10**9, **changes) for _ in range(2))
     low, high = ends_of(costs)
     limits = [low + (high - low) * part // 8 for part in range(9)]
-    times = [step_nanoseconds(costs, Choices(costs).within(limit)) for limit in limits]
+    times = [step_nanoseconds(costs, fastest_choice(costs, limit)) for limit in limits]
     monkeypatch.setattr(choose, "WIDTH", 8_000)
-    best = [step_nanoseconds(twin, Choices(twin).within(limit)) for limit in limits]
+    best = [step_nanoseconds(twin, fastest_choice(twin, limit)) for limit in limits]
     assert times == sorted(times, reverse=True)
     assert len(set(times)) > 6
     assert all(1 <= time / least <= 1.001 for time, least in zip(times, best, strict=True))
@@ -114,7 +113,7 @@ def test_of_blocks_alike_those_come_first_that_keep_least(accumulation, changes)
     """The last blocks keep most, whatever the order of the actions: their backwards free it before gradients come."""
     costs = alike(5, accumulation=accumulation, **changes)
     low, high = ends_of(costs)
-    chosen = [Choices(costs).within(limit) for limit in range(low, high + 1)]
+    chosen = [fastest_choice(costs, limit) for limit in range(low, high + 1)]
     kept = [[call.costs[action].kept_bytes for call, action in zip(costs.calls, row, strict=True)] for row in chosen]
     assert all(row == sorted(row) for row in kept)
     assert [60 + INPUT] * 5 in kept
@@ -127,7 +126,7 @@ def test_a_plan_is_within_its_budget_or_an_error_says_why(costs, more):
     floor, _ = ends_of(costs)
     planner = Planner([costs])
     plan = planner.within(floor + more).plan(floor + more, "a100-80")
-    choice = Choices(costs).within(floor + more)
+    choice = fastest_choice(costs, floor + more)
     predicted, sizes = plan.prediction, dict(plan.prediction.parts).values()
     assert plan == Selection(costs, choice).plan()
     assert predicted.peak_bytes == timeline(costs, choice).peak_bytes == sum(sizes) <= floor + more
