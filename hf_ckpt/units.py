@@ -14,7 +14,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter] = 1024**_power
 _LEAST_BYTES = 2**20
 """A smaller size without a unit is refused: the unit was probably forgotten."""
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
+# A float may have an exponent: Python writes 1e+16, and YAML reads 1e9 as a text.
+_SIZE = re.compile(r"\s*((?:\d+(?:\.\d+)?|\.\d+)(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)\s*")
 # Not a size: there are no half bytes. Python writes a small share as 5e-05.
 _SHARE = re.compile(r"\s*(\d*\.\d+(?:[eE]-\d+)?|\d+[eE]-\d+|\d+(?=\s*%))\s*(%?)\s*")
 GIB = 2**30

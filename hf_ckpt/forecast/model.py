@@ -105,21 +105,21 @@ def shallow_model(training: Question, config: Any = None) -> ShallowModel:
         model = _copy_on_meta(config)
         if training.way.deepspeed or (training.sharded and training.autocast_name):
             model.to(DTYPES[training.autocast_name or training.dtype])  # unsharded weights have their compute type
-        return _on_fakes(model, _cut(model))
+        return _on_fakes(model, _leave_stand_ins(model))
     config = load_config(training.model) if config is None else config
     _refuse(config, training)
     # On `meta`, 70 billion parameters take no memory. Those that are left become fake tensors, which costs time for
     # each.
     with torch.device("meta"), compat.transformers.no_init_weights():
         model = _make(config, training)
-        likes = _cut(model)  # before adapters, which are slow to add
+        likes = _leave_stand_ins(model)  # before adapters, which are slow to add
         model = _prepared(model, training)
     if training.way.deepspeed:  # adapters, too; its engine calls `module.bfloat16()`
         model.to(DTYPES[training.dtype])
     return _on_fakes(model, likes)
 
 
-def _cut(model: nn.Module) -> dict[Block, str]:
+def _leave_stand_ins(model: nn.Module) -> dict[Block, str]:
     """Leave only the blocks of a model that stand for others. Returns the `likes` of the shallow model."""
     all_blocks = find_blocks(model)
     frozen = set(all_blocks.frozen)
@@ -345,9 +345,24 @@ def load_config(name: str) -> Any:
         raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets)}.") from error
 
 
+def _class_of(config: Any) -> str:
+    """The name of the model class of a config."""
+    return next(iter(config.architectures or []), "AutoModelForCausalLM")
+
+
+def refuse_other_config(model_class: Any, config: Any, training: Question) -> None:
+    """Raise `HfCkptError` if a class that failed takes the config of another family. Some classes take several."""
+    takes = getattr(model_class, "config_class", None)
+    if takes is not None and not isinstance(config, takes):
+        raise HfCkptError(
+            f"architecture {model_class.__name__} takes the config of a {takes.model_type} model, but that of "
+            f"{training.model} is for a {config.model_type} model: use one of its classes, such as {_class_of(config)}."
+        )
+
+
 def _make(config: Any, training: Question) -> nn.Module:
     """A model of the training's class, whose blocks are not changed yet."""
-    name = training.architecture or next(iter(config.architectures or []), "AutoModelForCausalLM")
+    name = training.architecture or _class_of(config)
     model_class: Any = getattr(transformers, name, None)
     build = getattr(model_class, "_from_config", None) or getattr(model_class, "from_config", None)
     if build is None:
@@ -362,6 +377,7 @@ def _make(config: Any, training: Question) -> nn.Module:
     try:
         model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # models do not validate configs: any error may follow
+        refuse_other_config(model_class, config, training)
         raise HfCkptError(f"{training.model} cannot be made from its config: {reason_of(error)}.") from error
     base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model

@@ -29,7 +29,7 @@ from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
 from hf_ckpt.forecast.devices import Device
-from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only
+from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only, refuse_other_config
 from hf_ckpt.forecast.optimizers import optimizer_bytes
 from hf_ckpt.forecast.quantised import EightBitLinear
 from hf_ckpt.forecast.question import COSTS, MODEL, STEP, Question
@@ -292,6 +292,7 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
     except HfCkptError:
         raise
     except Exception as error:  # of all kinds: this runs code of the model, which may read values that are not there
+        refuse_other_config(type(base), base.config, training)
         reason = f"it does not run without its weights: {type(error).__name__}: {error}"
         if compat.fakes.depends_on_values(error):
             advice = 'Experts that are called one by one need experts_implementation="grouped_mm" or "batched_mm"'
@@ -322,7 +323,7 @@ def _run(model: nn.Module, record: Installation, attempts: Mapping[str, Attempts
         with meter:
             marks.mark(Boundary.BEGIN)
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-                loss = _loss(model, training, step)
+                loss = _loss_of(model, training, step)
             marks.mark(Boundary.RETURNED)
             loss.backward()  # type: ignore[no-untyped-call]
     levels = marks.levels()
@@ -334,7 +335,7 @@ def _run(model: nn.Module, record: Installation, attempts: Mapping[str, Attempts
     return _Measured(measured, boundaries.chunks_help)
 
 
-def _loss(model: nn.Module, training: Question, step: MicroStep) -> torch.Tensor:
+def _loss_of(model: nn.Module, training: Question, step: MicroStep) -> torch.Tensor:
     """The loss. As in a Trainer, the outputs are freed before the backward."""
     outputs = model(**step.batch)
     if training.trainer == "dpo":  # the reference is the model without adapters, or as large as the model

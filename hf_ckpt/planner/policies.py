@@ -194,11 +194,11 @@ def _in_segments_of(
     divided: dict[Block, Action] = {}
     for (_, _, number), group in groups.items():
         divided |= _divided(group, number)
-    if groups and not spec.is_planned and not any(action.made for action in divided.values()):
-        problems.append(
-            "`segments` has no effect: a segment needs at least two consecutive recomputed blocks. Ask for "
-            "fewer segments, or leave `segments` out."
-        )
+    if groups and not spec.is_planned and not _is_divided(divided):
+        could_be = any(_is_divided(_divided(group, 1)) for group in groups.values())
+        advice = "Ask for fewer segments" if could_be else "Recompute blocks without gaps between them"
+        needed = "a segment needs at least two consecutive recomputed blocks"
+        problems.append(f"`segments` has no effect: {needed}. {advice}, or leave `segments` out.")
     return divided
 
 
@@ -207,12 +207,17 @@ def _segments_in(segments: Segments | None, stack: str) -> int | str | None:
     return dict(segments).get(stack) if isinstance(segments, tuple) else segments
 
 
+def _is_divided(actions: Mapping[Block, Action]) -> bool:
+    """Whether some block is in a segment and does not hold its input."""
+    return any(action.made for action in actions.values())
+
+
 def _divided(actions: Mapping[Block, Action], number: int | str) -> dict[Block, Action]:
     """Return the actions of one stack, with its recomputed blocks in so many segments."""
     divided = dict(actions)
     blocks = [block for block, action in actions.items() if "made" in ACTIONS[action.kind].options]
     falling = OFFLOAD not in actions.values()
-    for size in _sizes(len(blocks), number, falling=falling):
+    for size in _segment_sizes(len(blocks), number, falling=falling):
         segment = blocks[:size]
         blocks = blocks[size:]
         # A block that something else runs before holds its own input.
@@ -221,7 +226,7 @@ def _divided(actions: Mapping[Block, Action], number: int | str) -> dict[Block, 
     return divided
 
 
-def _sizes(blocks: int, number: int | str, *, falling: bool) -> list[int]:
+def _segment_sizes(blocks: int, number: int | str, *, falling: bool) -> list[int]:
     """Return the number of blocks of each segment. They fall by one, as far as the blocks reach, or are equal."""
     if isinstance(number, str):
         number = math.ceil((math.sqrt(8 * blocks + 1) - 1) / 2)  # sizes of so many segments fall to 1

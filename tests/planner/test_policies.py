@@ -79,8 +79,13 @@ def test_segments_hold_as_little_as_any_of_so_many(count, number):
 
 def test_segments_that_nothing_is_in_are_refused():
     """With what is needed, and with all other problems."""
-    with pytest.raises(SpecError, match="needs at least two consecutive recomputed blocks"):
-        plan_for({"segments": 2, "every_n_layers": 2}, decoder=8)
+    for number, advice in {
+        4: "Ask for fewer segments, or",
+        1: "Recompute blocks without gaps between them, or",
+    }.items():
+        spec = {"segments": number, "layers": "0-1,4,6" if number == 4 else "0,2,4"}
+        with pytest.raises(SpecError, match=f"needs at least two consecutive recomputed blocks. {advice}"):
+            plan_for(spec, decoder=8)
     with pytest.raises(SpecError, match=r"`segments` names the stack 'decodr', but .*did you mean 'decoder'"):
         plan_for({"segments": {"decodr": 2}}, decoder=8)
 
