@@ -16,7 +16,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.enable import hook_before, put, put_on, remove, take_off
 from hf_ckpt.attach.hooks import ModelHook
 from hf_ckpt.attach.passes import Reminder
-from hf_ckpt.attach.record import RECORD, Decider, Installation, record_on
+from hf_ckpt.attach.record import RECORD, Installation, PlanChooser, record_on
 from hf_ckpt.attach.switches import Switched, function_of, is_on, read
 from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import OwnerConflictError, SpecError
@@ -35,7 +35,7 @@ def spec_of(plan: Plan, options: Spec) -> Spec:
     return Spec(plan=GIVEN_PLAN, head=plan.head, **{key: getattr(options, key) for key in keys})
 
 
-def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: Decider | None) -> Installation:
+def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: PlanChooser | None) -> Installation:
     """Make `plan` the one that a model's enable calls apply, and return the model's record.
 
     If checkpointing is already on, the plan takes effect at once; otherwise nothing is enabled yet. A model inside this

@@ -12,7 +12,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach import switches
 from hf_ckpt.attach.attach import GIVEN_PLAN, attach, detach
 from hf_ckpt.attach.enable import put_on, take_off
-from hf_ckpt.attach.record import RECORD, Decider, Installation, record_on
+from hf_ckpt.attach.record import RECORD, Installation, PlanChooser, record_on
 from hf_ckpt.attach.switches import FUNCTION
 from hf_ckpt.engines.check import Check
 from hf_ckpt.models.blocks import base_model, find_blocks
@@ -76,7 +76,7 @@ def _inner_plans_aside(base: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporarily(
-    model: nn.Module, plan: Plan, spec: Spec | None = None, decider: Decider | None = None
+    model: nn.Module, plan: Plan, spec: Spec | None = None, decider: PlanChooser | None = None
 ) -> Iterator[Installation]:
     """Enable a plan inside the `with` block, and restore the model, its installation and its counts afterwards.
 

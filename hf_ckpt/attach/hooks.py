@@ -101,9 +101,6 @@ class Skipped(ModelHook):
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
-IN_GRAPH = "as a whole, in a graph of torch.compile"
-"""How a head ran there; see `ChunkCalls.last`."""
-
 
 def warn_whole(base: nn.Module, reason: str) -> None:
     """Warn once that the head of a model runs as a whole, although its plan says chunks."""
@@ -153,7 +150,7 @@ class HeadForward(ModelHook):
         if not (torch.is_grad_enabled() and head.training) or kwargs or len(args) != 1:
             return run(*args, **kwargs)
         if compat.torch.is_compiling():  # the compiler decides what its graph keeps
-            record.heads.last = IN_GRAPH
+            record.heads.note("as a whole, in a graph of torch.compile", is_in_graph=True)
             warn_of_graph()
             return run(*args)
         record.heads.missed = 0
@@ -168,8 +165,8 @@ class HeadForward(ModelHook):
         result = chunked(head, run, *args, record.plan.head)
         if isinstance(result, Logits):
             record.heads.calls += 1
-            record.heads.last = f"chunks of {result.call.tokens} tokens"
+            record.heads.note(f"chunks of {result.call.tokens} tokens")
             result.call.when_read_whole = record.heads.read_whole
         else:
-            record.heads.last = "as a whole, because with so few tokens, chunks would save nothing"
+            record.heads.note("as a whole, because with so few tokens, chunks would save nothing")
         return result

@@ -265,7 +265,7 @@ def _count_missed_head(stack: _Pass) -> None:
     if heads.missed == 2:  # not the first: a forward may have failed on its way to the head
         why = "it is never called: the loss uses its weight directly (as TRL's losses do)"
         warn_whole(stack.hook.base, why)
-        heads.last = "none, because it is never called"
+        heads.note("none, because it is never called")
     heads.missed += 1
 
 

@@ -30,7 +30,7 @@ RECORD = "_hf_ckpt"
 """Name of the attribute of the base model that holds its `Installation`."""
 
 
-class Session(Protocol):
+class RunMeasurer(Protocol):
     """Measures and plans for the batches of a run under `budget` and `auto`: `training.session.Session`."""
 
     @property
@@ -60,7 +60,7 @@ class Session(Protocol):
         """End what a pause does not end."""
 
 
-class Watch(Protocol):
+class BlockChecker(Protocol):
     """Checks blocks while they train: `training.watch.Watch`."""
 
     def stop(self) -> None:
@@ -70,7 +70,7 @@ class Watch(Protocol):
         """Return the results so far."""
 
 
-class Decider(Protocol):
+class PlanChooser(Protocol):
     """Chooses the plans of a model: `training.install.Decider`."""
 
     def asked(self, blocks: FoundBlocks, record: Installation, options: Mapping[str, Any]) -> tuple[Spec, Plan] | None:
@@ -155,6 +155,10 @@ class Functions:
         last = None if attempts.last is None else trial(attempts.last)
         return Trials(block, mark, tuple(map(trial, attempts.shown)), last)
 
+    def make_for_trials(self, block: str, attempts: Attempts) -> None:
+        """Make the functions that trials of a block call, so that the next `exchange` or `put_on` adds their hooks."""
+        self.trials(block, attempts)
+
     def counts(self, what: str, regions: Regions) -> dict[str, int]:
         """Return a count (`forwards` or `recomputed`) of every block over all functions that it has had.
 
@@ -174,8 +178,15 @@ class ChunkCalls:
     """Calls that ran in chunks."""
     last: str = ""
     """How the last call ran, in words; empty before the first."""
+    is_in_graph: bool = False
+    """Whether it ran in a graph of torch.compile."""
     missed: int = 0
     """Training forwards of the stack below the head since the last call of the head."""
+
+    def note(self, how: str, *, is_in_graph: bool = False) -> None:
+        """Note how a call runs, in words."""
+        self.last = how
+        self.is_in_graph = is_in_graph
 
     def read_whole(self, function: str) -> None:
         """Note that a function has read all logits of the last call."""
@@ -225,11 +236,11 @@ class Installation:
     """The blocks that `functions` were made for, in order; None if not known."""
 
     # Of the run. A copy of the model begins a run of its own: see `__getstate__`.
-    decider: Decider | None = None
+    decider: PlanChooser | None = None
     """Whom enable calls and training forwards ask for plans; None if the plan is fixed."""
-    session: Session | None = None
+    session: RunMeasurer | None = None
     """The session of this run; None before the first batch."""
-    watch: Watch | None = None
+    watch: BlockChecker | None = None
     """The watch of this run; None before the first batch, and if nothing is checked."""
     avoided: dict[str, Action] = dataclasses.field(default_factory=dict)
     """Block that the watch has found wrong -> the action that it has in all plans since, with `on_mismatch: avoid`."""

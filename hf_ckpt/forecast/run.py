@@ -285,7 +285,7 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
             last = None if action == uniform else action
             attempts = dict.fromkeys(blocks.modules, Attempts(last=last))
             for name in attempts:
-                record.functions.trials(name, attempts[name])  # their hooks must be on the blocks
+                record.functions.make_for_trials(name, attempts[name])
             put_on(blocks, record)
             model.measured[inputs] = measured = _run(base, record, attempts, inputs)
             return measured

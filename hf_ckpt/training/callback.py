@@ -32,7 +32,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from hf_ckpt import compat
 from hf_ckpt.attach.described import describe, lost_blocks
-from hf_ckpt.attach.hooks import IN_GRAPH, warn_of_graph
+from hf_ckpt.attach.hooks import warn_of_graph
 from hf_ckpt.attach.passes import remind
 from hf_ckpt.attach.process import Replaced
 from hf_ckpt.attach.record import Installation, installation
@@ -135,7 +135,7 @@ class MemoryTimeCallback(TrainerCallback):
             return
         # The hooks of the model plan for a batch. In a graph of the whole model they do not run.
         saw_no_forward = record.spec.is_planned and record.session is None
-        if saw_no_forward or record.heads.last == IN_GRAPH or record.compiled_by_others():
+        if saw_no_forward or record.heads.is_in_graph or record.compiled_by_others():
             warn_of_graph()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -44,7 +44,7 @@ APART = 0.95
 """Lengths of at least this share of another one are not measured to tell more than it."""
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What calls have in common that need the same under each action."""
 
     modules: int
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
     has_backward: bool
 
 
-Pair = tuple[Kind, Action]
+Pair = tuple[CallKind, Action]
 
 
 class Times(NamedTuple):
@@ -102,7 +102,7 @@ class Measurements:
         """Whether the first step of a batch tries forwards. Feed-forwards in tiles may need too little for trials to
         have room."""
         self._tries_backwards = True
-        self.kinds: dict[Any, dict[CallName, Kind]] = collections.defaultdict(dict)
+        self.kinds: dict[Any, dict[CallName, CallKind]] = collections.defaultdict(dict)
         """State of the model -> call of a block -> its kind."""
         self._numbers: dict[Any, int] = {}
         """What equal modules have in common -> a number."""
@@ -194,12 +194,12 @@ class Measurements:
         for call in step.calls:
             if call.name not in kinds:
                 number = self._number_of_modules(call.name[0], batch)
-                kind = Kind(number, call.has_input_graph, call.name[1], call.backward is not None)
+                kind = CallKind(number, call.has_input_graph, call.name[1], call.backward is not None)
                 if kind not in self._all_kinds():
                     self.timed = 0
                 kinds[call.name] = kind
 
-    def _all_kinds(self) -> set[Kind]:
+    def _all_kinds(self) -> set[CallKind]:
         """The kinds of all calls in all states of the model."""
         return {kind for kinds in self.kinds.values() for kind in kinds.values()}
 
@@ -400,9 +400,9 @@ class Measurements:
                     chosen[block] = action
         return chosen
 
-    def _calls_of_kinds(self, batch: Batch, step: Step) -> dict[Kind, list[Call]]:
+    def _calls_of_kinds(self, batch: Batch, step: Step) -> dict[CallKind, list[Call]]:
         """The calls with a backward whose action may be chosen: kind -> its calls."""
-        calls = collections.defaultdict[Kind, list[Call]](list)
+        calls = collections.defaultdict[CallKind, list[Call]](list)
         for call in step.calls:
             if call.backward is not None and call.name[0] not in self.fixed:
                 calls[self.kinds[batch.state][call.name]].append(call)
@@ -504,7 +504,7 @@ class Measurements:
                 needs[action] = call.recomputed(need)
         return needs
 
-    def _times_of(self, kind: Kind, action: Action) -> Times:
+    def _times_of(self, kind: CallKind, action: Action) -> Times:
         """The median time of a call of this kind; 0 if none was timed."""
         return _median(self._call_times.get((kind, action), ()))
 

@@ -462,8 +462,7 @@ class Session:
     def _enable(self, planned: Planned, base: nn.Module, record: Installation) -> None:
         """Give the blocks of the model the functions of a plan."""
         for name, attempts in planned.attempts.items():
-            # Makes the functions that recomputations will try, so that `exchange` puts their hooks on the blocks.
-            record.functions.trials(name, attempts)
+            record.functions.make_for_trials(name, attempts)
         self.planned = planned
         exchange(base, record, planned.plan)
         self._idle.clear()

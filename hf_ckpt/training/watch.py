@@ -1,9 +1,9 @@
 """The watch of a training run: which block is checked when, and what happens if a check finds a difference.
 
 For one block and one step, `engines.check.Check` compares the tensors that backward gets with those that the forward
-saved. The watch checks the blocks in turn, in training forward `min(FIRST, n)` and in every n-th one after it. A check
-holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's peak,
-or what the device has left.
+saved. The watch checks the blocks in turn, in training forward `min(FIRST_CHECK, n)` and in every n-th one after it. A
+check holds what the block would save without checkpointing. It uses only free memory: the budget minus the plan's
+peak, or what the device has left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_ckpt.training.session import Session
 
 log = logging.getLogger(__name__)
 
-FIRST = 3
+FIRST_CHECK = 3
 """The first training forward that is checked. Users read the peak of the first steps, to which a check would add."""
 
 AVOIDS_NOT = "hf_ckpt: under ZeRO-3, `on_mismatch: avoid` only reports: all ranks must recompute the same blocks."
@@ -52,7 +52,7 @@ class Watch:
         """Blocks that get another action before the next forward."""
         self._forwards = 0
         """Training forwards so far, without those in which a session measures actions."""
-        self._next = min(FIRST, check_every)
+        self._next = min(FIRST_CHECK, check_every)
         """The forward to check next. If a check is not possible in it, a later one is checked in its place."""
         self._turn = 0
         self._checks = 0

@@ -18,7 +18,6 @@ from transformers.trainer_callback import CallbackHandler
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach.hooks import IN_GRAPH
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OutOfPlansError, PlanLostError, SpecError
 from hf_ckpt.measure.memory import PeakMeter
@@ -217,7 +216,7 @@ def test_any_model_is_measured_and_a_short_run_that_logs_nothing_too(tmp_path):
 
 def test_a_plan_without_effect_in_a_graph_is_told_in_a_step(tmp_path, caplog):
     run = trainer(tmp_path, max_steps=1)
-    installation(run.model).heads.last = IN_GRAPH
+    installation(run.model).heads.note("in a graph", is_in_graph=True)
     run.train()
     assert caplog.text.count("part of the plan has no effect, because torch.compile") == 1
 
