@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.enable import hook_before, put, put_on, remove, take_off
+from hf_ckpt.attach.enable import put_on, remove, take_off
 from hf_ckpt.attach.hooks import ModelHook
 from hf_ckpt.attach.passes import Reminder
+from hf_ckpt.attach.puts import Hooked, Put, put
 from hf_ckpt.attach.record import RECORD, Installation, PlanChooser, record_on
 from hf_ckpt.attach.switches import Switched, function_of, is_on, read
 from hf_ckpt.engines.region import Region
@@ -78,16 +79,13 @@ def _put_record(blocks: FoundBlocks, record: Installation) -> None:
     vars(base)[RECORD] = record
     # Under `vars`, they are no submodules, and the class and other models keep their methods. Libraries call either
     # name, and transformers' new method looks whether an object has replaced the old one.
-    for name in compat.transformers.ENABLE_NAMES:
-        put(record, base, name, EnableHook(base, name))
-    for name in compat.transformers.DISABLE_NAMES:
-        put(record, base, name, DisableHook(base, name))
-    switches_before = [Switched(module, base, read(module)) for module in blocks.carriers.values()]
-    record.installed = [*record.puts, *switches_before]
-    record.puts = []
+    rows = [Put(base, name, EnableHook(base, name)) for name in compat.transformers.ENABLE_NAMES]
+    rows += [Put(base, name, DisableHook(base, name)) for name in compat.transformers.DISABLE_NAMES]
+    put(rows, record.installed)
+    record.installed += [Switched(module, base, read(module), None) for module in blocks.carriers.values()]
     # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
-    for runner in dict.fromkeys(blocks.runners.values()):
-        hook_before(record, runner, Reminder(base))
+    runners = dict.fromkeys(blocks.runners.values())
+    put((Hooked(runner, Reminder(base), "before", False) for runner in runners), record.puts)
 
 
 def detach(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ model trains. The hooks and functions can be pickled, and a copy of the model ge
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,9 +15,9 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.attach.hooks import INPUT_GRADIENTS, HeadForward, Instead, Skipped, warn_whole
+from hf_ckpt.attach.hooks import INPUT_GRADIENTS, HeadForward, Instead, Skipped, remove_methods, warn_whole
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
-from hf_ckpt.attach.puts import Hooked, Put, Weak, WithoutInputGradients, undo
+from hf_ckpt.attach.puts import Hooked, Put, Row, Weak, WithoutInputGradients, put, undo
 from hf_ckpt.attach.record import RECORD, Installation, record_on
 from hf_ckpt.attach.switches import Switched, function_of
 from hf_ckpt.engines.region import Region, hooks_for
@@ -36,134 +36,76 @@ def put_on(blocks: FoundBlocks, record: Installation) -> None:
             remove(module, inner)
     record.undo_puts()
     _remove_copied(blocks.base, set())
-    record.modules = Weak(*blocks.base.modules())
     made_for = list(map(weakref.ref, blocks.modules.values()))
     if record.made_for not in (None, made_for):  # functions of a replaced block refer to it
         record.begin_anew()
     record.made_for = made_for
+    record.modules = Weak(*blocks.base.modules())
+    record.functions.hooked = len(record.functions.made)
     try:
-        _put_on_blocks(blocks, record)
-        if record.plan.head != "whole":
-            _put_on_head(blocks, record)
-        _put_on_parts(blocks, record)
-        _put_on_forwards(blocks, record)
+        put(_rows(blocks, record), record.puts)
     except BaseException:
         record.undo_puts()
         raise
     record.enabled = True
-
-
-def _put_on_blocks(blocks: FoundBlocks, record: Installation) -> None:
-    """Set functions and flags. Modules without a function of their own, such as stacks, are switched off."""
-    for name, module in blocks.carriers.items():
-        switches.switch_off(module)  # something else may have switched it on since
-        row = Switched(module, blocks.base, switches.read(module))
-        record.puts.append(row)
-        record.switched[name] = row
-        if name in record.regions:
-            row.put(record.regions[name])
     record.blocks = dict(blocks.modules)
-
-
-def _put_on_parts(blocks: FoundBlocks, record: Installation) -> None:
-    """Register the hooks that engines need inside blocks, and replace forwards of modules there."""
-    base = blocks.base
-    functions = record.functions.made
-    record.functions.hooked = len(functions)
-    regions = [region for region in functions.values() if region.block in blocks.modules]  # not of removed ones
-    if not regions:
-        return
-    _drop_input_gradients(base, record)
-    for module, hook, when, with_kwargs in hooks_for(regions, blocks):
-        if when == "instead":
-            put(record, module, "forward", Instead(base, module, hook, vars(module).get("forward")))
-        elif when == "before":
-            hook_before(record, module, hook, with_kwargs)
-        else:
-            _hook_after(record, module, hook)
-
-
-def _put_on_forwards(blocks: FoundBlocks, record: Installation) -> None:
-    """Register a `PassHook` on the model, on models inside it that hold stacks, and on modules that run stacks.
-
-    The enable methods of models inside it do nothing from now on.
-    """
-    stack_of: dict[nn.Module, str] = {}
-    """Module that runs stacks -> the name of the first."""
-    for stack, runner in blocks.runners.items():
-        stack_of.setdefault(runner, stack)
-    drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
-    last = [*blocks.runners.values()][-1]
-    record.children = []
-    for name, module in blocks.around.items():
-        record.children.append(vars(module)["_modules"])
-        is_model = isinstance(module, compat.transformers.PreTrainedModel)
-        if not (is_model or module in stack_of):  # a list
-            continue
-        if is_model and module is not blocks.base:
-            for method in compat.transformers.ENABLE_NAMES:
-                put(record, module, method, Skipped(blocks.base, module, method))
-        session_name = None if module is blocks.base else stack_of.get(module, name)
-        names: tuple[str, ...] = ()
-        if module in stack_of:
-            names = tuple(block for block in blocks.modules if not name or block.startswith(f"{name}."))
-        parameters = compat.transformers.forward_parameters(module)
-        is_last = module is last
-        hook = PassHook(blocks.base, Place(session_name, parameters, names, is_last, drops_caches))
-        hook_before(record, module, hook, with_kwargs=True)
-        _hook_after(record, module, hook.after)
+    record.children = [vars(module)["_modules"] for module in blocks.around.values()]
     # Without copies, the next forward plans for blocks that the plan does not name.
     is_for_these = {block.name for block, _ in record.plan.actions} == blocks.modules.keys()
     record.children_before = [dict(children) for children in record.children] if is_for_these else []
 
 
-def put(record: Installation, module: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a module, and let the record undo it."""
-    before = [vars(module)[name]] if name in vars(module) else []
-    record.puts.append(Put(module, name, value, *before))
-    vars(module)[name] = value
-
-
-def hook_before(record: Installation, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
-    """Register a forward pre-hook, and let the record undo it."""
-    handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-    record.puts.append(Hooked(module, handle, hook))
-
-
-def _hook_after(record: Installation, module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Register a forward hook that is also called when the module raises an error, and let the record undo it."""
-    with compat.torch.same_hook_number(module._forward_hooks):
-        handle = module.register_forward_hook(hook, always_call=True)
-    record.puts.append(Hooked(module, handle, hook))
-
-
-def _put_on_head(blocks: FoundBlocks, record: Installation) -> None:
-    """Make the head run in chunks, or warn why it cannot."""
+def _rows(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
+    """Yield what a plan puts on the modules of a model, in order. Each row is put there before the next one is made."""
+    base = blocks.base
+    for name, module in blocks.carriers.items():
+        switches.switch_off(module)  # something else may have switched it on since
+        record.switched[name] = Switched(module, base, switches.read(module), record.regions.get(name))
+        yield record.switched[name]
     head = blocks.head
-    if head is not None and "forward" in vars(head):
-        warn_whole(blocks.base, "something else has replaced its forward")
-    elif head is not None:
-        put(record, head, "forward", HeadForward(blocks.base, head))
+    if record.plan.head != "whole" and head is not None:
+        if "forward" in vars(head):
+            warn_whole(base, "something else has replaced its forward")
+        else:
+            yield Put(head, "forward", HeadForward(base, head))
+    regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
+    if regions:
+        yield WithoutInputGradients(base)
+        for name in INPUT_GRADIENTS:
+            if hasattr(base, name):
+                yield Put(base, name, Skipped(base, base, name))
+        for module, function, when, with_kwargs in hooks_for(regions, blocks):
+            if when == "instead":
+                before = vars(module).get("forward")
+                yield Put(module, "forward", Instead(base, module, function, before))
+            else:
+                yield Hooked(module, function, when, with_kwargs)
+    yield from _rows_of_forwards(blocks, record)
 
 
-def _drop_input_gradients(base: compat.transformers.PreTrainedModel, record: Installation) -> None:
-    """Remove the hook that makes the embeddings' output require gradients, and keep PEFT and TRL from adding it.
+def _rows_of_forwards(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
+    """Yield a `PassHook` for the model, for models inside it that hold stacks, and for modules that run stacks.
 
-    The hook exists for reentrant checkpointing. Non-reentrant checkpointing needs no input that requires gradients, and
-    the hook makes frozen blocks below the first adapter save, recompute and run backward.
-    https://github.com/huggingface/transformers/issues/21381
+    The enable methods of models inside it do nothing from now on.
     """
-    is_one = compat.transformers.makes_inputs_require_gradients
-    most = 0
-    for module in base.modules():
-        keys = [key for key, hook in module._forward_hooks.items() if is_one(hook)]
-        for key in keys:  # not by handle: a second enable call loses the first one's handle
-            del module._forward_hooks[key]
-        most = max(most, len(keys))
-    record.puts += [WithoutInputGradients(base) for _ in range(most)]
-    for name in INPUT_GRADIENTS:
-        if hasattr(base, name):
-            put(record, base, name, Skipped(base, base, name))
+    stack_of = {runner: stack for stack, runner in reversed(blocks.runners.items())}  # the first of several stacks
+    drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
+    last = [*blocks.runners.values()][-1]
+    for name, module in blocks.around.items():
+        is_model = isinstance(module, compat.transformers.PreTrainedModel)
+        if not (is_model or module in stack_of):  # a list
+            continue
+        if is_model and module is not blocks.base:
+            for method in compat.transformers.ENABLE_NAMES:
+                yield Put(module, method, Skipped(blocks.base, module, method))
+        session_name = None if module is blocks.base else stack_of.get(module, name)
+        names: tuple[str, ...] = ()
+        if module in stack_of:
+            names = tuple(block for block in blocks.modules if not name or block.startswith(f"{name}."))
+        parameters = compat.transformers.forward_parameters(module)
+        hook = PassHook(blocks.base, Place(session_name, parameters, names, module is last, drops_caches))
+        yield Hooked(module, hook, "before", True)
+        yield Hooked(module, hook.after, "after", False)
 
 
 def take_off(base: nn.Module, record: Installation) -> None:
@@ -216,7 +158,7 @@ def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
     for name in record.blocks:
         region = record.regions.get(name)
         if region is not before.get(name):
-            record.switched[name].put(region)
+            record.switched[name].exchange(region)
 
 
 # --- copies of blocks -------------------------------------------------------------------------------------------------
@@ -245,21 +187,7 @@ def _remove_copied(base: nn.Module, leave: Collection[int]) -> None:
             continue
         if isinstance(function_of(module), Region):
             switches.write(module, {})
-        _remove_methods(base, module)
-
-
-def _remove_methods(base: nn.Module, module: nn.Module) -> None:
-    """Give a module its own methods back."""
-    attributes = vars(module)
-    forward = attributes.get("forward")
-    if isinstance(forward, Instead):
-        before = [] if forward.before is None else [forward.before]
-        Put(module, "forward", forward, *before).undo()
-    elif isinstance(forward, HeadForward) and not forward.serves_another(base, module):
-        del attributes["forward"]
-    for name in (*compat.transformers.ENABLE_NAMES, *INPUT_GRADIENTS):
-        if isinstance(attributes.get(name), Skipped):
-            del attributes[name]
+        remove_methods(base, module)
 
 
 def _is_copied(hook: Any, is_left: bool) -> bool:

@@ -170,3 +170,21 @@ class HeadForward(ModelHook):
         else:
             record.heads.note("as a whole, because with so few tokens, chunks would save nothing")
         return result
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def remove_methods(base: nn.Module, module: nn.Module) -> None:
+    """Give a module of a model its own methods back, if it has come with those of a plan."""
+    attributes = vars(module)
+    forward = attributes.get("forward")
+    if isinstance(forward, Instead):
+        del attributes["forward"]
+        if forward.before is not None:
+            attributes["forward"] = forward.before
+    elif isinstance(forward, HeadForward) and not forward.serves_another(base, module):
+        del attributes["forward"]
+    for name in (*compat.transformers.ENABLE_NAMES, *INPUT_GRADIENTS):
+        if isinstance(attributes.get(name), Skipped):
+            del attributes[name]

@@ -82,9 +82,11 @@ class PassHook(ModelHook):
     looked_for_packing = False
     """Whether a batch was looked at for packed rows."""
 
-    def __init__(self, base: nn.Module, place: Place) -> None:
-        super().__init__(base, place)
-        self.place = place
+    @property
+    def place(self) -> Place:
+        """What the module is in its model."""
+        place: Place = self._held[1]
+        return place
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Forward pre-hook. Returns the arguments without a cache; None to leave them unchanged.

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from hf_ckpt import compat
+
 _GONE = weakref.ref(nn.Module())
 """Refers to a module that no longer exists."""
 
@@ -68,18 +70,28 @@ def is_part(module: nn.Module, base: nn.Module) -> bool:
 
 
 class Row(Protocol):
-    """One thing that hf_ckpt has put on a module, or has removed from it."""
+    """One thing that hf_ckpt puts on a module, or removes from it."""
 
     @property
     def module(self) -> nn.Module | None:
         """The module; None if it no longer exists."""
 
+    def put(self) -> None:
+        """Change the module."""
+
     def undo(self) -> None:
-        """Make the module as it was before."""
+        """Make the module as it was before. Without `put` before, do nothing."""
 
 
 class Put(Weak):
     """An attribute of a module: the module, the name, the value, and the value before, if it had one of its own."""
+
+    def put(self) -> None:
+        """Set the attribute."""
+        module, name, value = self.arguments()
+        if name in vars(module):
+            self._held += (vars(module)[name],)
+        vars(module)[name] = value
 
     def undo(self) -> None:
         """Put the value before in its place, or delete the attribute, unless it has another value now."""
@@ -93,24 +105,61 @@ class Put(Weak):
 
 
 class Hooked(Weak):
-    """A hook that was registered with torch: the module, the handle, and the hook."""
+    """A forward hook: the module, the hook, whether it runs `before` or `after` the forward, and whether it gets
+    keyword arguments. After `put`, also its handle."""
+
+    def put(self) -> None:
+        """Register the hook. One after the forward is also called if the module raises an error."""
+        module, hook, when, with_kwargs = self.arguments()
+        if when == "before":
+            handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        else:
+            with compat.torch.same_hook_number(module._forward_hooks):
+                handle = module.register_forward_hook(hook, always_call=True)
+        self._held += (handle,)
 
     def undo(self) -> None:
         """Remove the hook, unless another one has got its number."""
-        _, handle, hook = self.arguments()
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and hooks.get(handle.id) is hook:
-            handle.remove()
+        _, hook, _, _, *handles = self.arguments()
+        for handle in handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and hooks.get(handle.id) is hook:
+                handle.remove()
 
 
 class WithoutInputGradients(Weak):
-    """A hook that made the embeddings' output require gradients, and was removed: the model."""
+    """The hooks that make the embeddings' output require gradients are removed: the model, and how many there were.
+
+    They exist for reentrant checkpointing. Non-reentrant checkpointing needs no input that requires gradients, and
+    they make frozen blocks below the first adapter save, recompute and run backward.
+    https://github.com/huggingface/transformers/issues/21381
+    """
+
+    def put(self) -> None:
+        """Remove the hooks."""
+        (base,) = self.arguments()
+        is_one = compat.transformers.makes_inputs_require_gradients
+        most = 0
+        for module in base.modules():
+            keys = [key for key, hook in module._forward_hooks.items() if is_one(hook)]
+            for key in keys:  # not by handle: a second enable call loses the first one's handle
+                del module._forward_hooks[key]
+            most = max(most, len(keys))
+        self._held += (most,)
 
     def undo(self) -> None:
-        """Let the model register such a hook again."""
-        (base,) = self.arguments()
+        """Let the model register such hooks again."""
+        base, *counts = self.arguments()
         if base is not None:
-            base.enable_input_require_grads()
+            for _ in range(sum(counts)):
+                base.enable_input_require_grads()
+
+
+def put(rows: Iterable[Row], record_of: list[Row]) -> None:
+    """Put rows on modules in order, and append each to a list first, by which it can be undone."""
+    for row in rows:
+        record_of.append(row)
+        row.put()
 
 
 def undo(rows: Iterable[Row]) -> None:

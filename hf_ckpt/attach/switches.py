@@ -91,25 +91,24 @@ class Switched(Weak):
         region: the function that it calls while gradients are recorded; None without one.
     """
 
-    def __init__(self, module: nn.Module, base: nn.Module, before: Values, region: Region | None = None) -> None:
-        super().__init__(module, base, before)
-        self.region = region
-
-    def arguments(self) -> list[Any]:
-        """Return the arguments; a module that no longer exists is None."""
-        return [*super().arguments(), self.region]
-
     @property
     def is_taken(self) -> bool:
         """Whether the module has the function of another model's plan now, to which it was moved, or with which it is
         shared."""
-        function = None if self.module is None else function_of(self.module)
-        return isinstance(function, Region) and function is not self.region
+        module, _, _, region = self.arguments()
+        function = None if module is None else function_of(module)
+        return isinstance(function, Region) and function is not region
 
-    def put(self, region: Region | None) -> None:
+    def put(self) -> None:
+        """Let the module call the function, if there is one."""
+        region = self.arguments()[3]
+        if region is not None:
+            self.exchange(region)
+
+    def exchange(self, region: Region | None) -> None:
         """Let the module call another function from now on; none with None."""
-        self.region = region
-        module, _, before = self._held
+        self._held = (*self._held[:3], region)
+        module, _, before, _ = self._held
         values = before
         if region is not None:
             values = {**before, FLAG: GATE, FUNCTION: region}

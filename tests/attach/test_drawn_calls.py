@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import hf_ckpt
 from hf_ckpt import compat
-from hf_ckpt.attach import enable as enabling
+from hf_ckpt.attach.puts import Hooked
 from hf_ckpt.attach.record import installation
 from hf_ckpt.attach.switches import FLAG
 from hf_ckpt.errors import OwnerConflictError
@@ -177,16 +177,16 @@ class Sequences(RuleBasedStateMachine):
         self.install(spec)
         if installation(self.ours) is None:
             return
-        register = enabling.hook_before
+        register = Hooked.put
         calls = iter(range(at))
 
-        def failing(*args, **kwargs):
+        def failing(row):
             if next(calls, None) is None:
                 raise ZeroDivisionError
-            register(*args, **kwargs)
+            register(row)
 
         with (
-            mock.patch.object(enabling, "hook_before", failing),
+            mock.patch.object(Hooked, "put", failing),
             contextlib.suppress(ZeroDivisionError),
             not_of_another(),
         ):
