@@ -78,12 +78,12 @@ def _models_to_check(arguments: argparse.Namespace, spec: Any) -> Iterator[tuple
     from hf_ckpt import compat
     from hf_ckpt.models.blocks import vocabulary_head
     from hf_ckpt.models.families import refuse_long
-    from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+    from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
     dtype = torch.bfloat16 if arguments.bf16 else torch.float32
     if arguments.model is None:
         dropout = 0.1 if spec.compile is None and spec.mlp == "whole" else 0.0
-        for family in FAMILIES:
+        for family in TINY_FAMILIES:
             model = tiny_model(family, dropout=dropout, dtype=dtype)
             if spec.head == "whole" or vocabulary_head(model) is not None:  # a head that can run in chunks
                 inputs = tiny_batch(family, batch=arguments.batch, tokens=arguments.tokens)

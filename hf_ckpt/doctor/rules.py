@@ -76,10 +76,10 @@ def _blocks(files: ConfigFiles, spec: Spec) -> list[Block]:
     """Return the blocks that the model's config counts, stack by stack; none if it does not say what there is."""
     config = types.SimpleNamespace(**files.model)
     family = family_of(config)
-    if family is None and (isinstance(spec.layers, tuple) or any(rule.stack for rule in spec.rules)):
+    if not family.stacks and (isinstance(spec.layers, tuple) or any(rule.stack for rule in spec.rules)):
         return []  # the names of its stacks are not known
     blocks = []
-    for stack, _ in family.stacks if family else (("layers", ""),):
+    for stack, _ in family.stacks or (("layers", ""),):
         for key in depth_keys(config, stack)[:1]:
             blocks += [Block("", stack, index, "") for index in range(getattr(config, key))]
     return blocks

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.errors import NoBlocksError, OwnerConflictError
-from hf_ckpt.models.families import FAMILIES, GENERIC, Family, family_of
+from hf_ckpt.models.families import FAMILIES, family_of
 from hf_ckpt.spec.plan import Block
 
 
@@ -126,7 +126,7 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
         OwnerConflictError: a block is wrapped by torch's `checkpoint_wrapper`.
     """
     base = base_model(model)
-    row = family_of(base.config)
+    family = family_of(base.config)
     named: dict[str, nn.Module] = {}
     containers: dict[str, dict[str, nn.Module]] = {}
     """Path of a list of blocks -> path of a block -> block."""
@@ -145,10 +145,10 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
             f"{type(base).__name__} (model_type {model_type!r}) has no blocks built on GradientCheckpointingLayer. "
             f"{_known()}"
         )
-    # Modules are registered in any order. The row has the order in which stacks run.
-    names = {container: _stack_name(container, containers, row) for container in containers}
-    in_order = [name for name, _ in row.stacks] if row else []
-    in_order += [name for name in names.values() if name not in in_order]  # those that the row does not name
+    # Modules are registered in any order. The family has the order in which stacks run.
+    names = {container: family.name_stack(container, containers) for container in containers}
+    in_order = [name for name, _ in family.stacks]
+    in_order += [name for name in names.values() if name not in in_order]  # those that the family does not name
     # A model may hold two of a family, such as a draft model beside it. Then both stacks are called by their paths.
     is_shared = {name: count > 1 for name, count in Counter(names.values()).items()}
     stacks = {container: container if is_shared[name] else name for container, name in names.items()}
@@ -164,7 +164,7 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
         while isinstance(named[runner], (nn.ModuleList, nn.ModuleDict)):  # a list has no forward
             runner = runner.rpartition(".")[0]
         runners[stacks[container]] = named[runner]
-    return FoundBlocks(base, row.name if row else GENERIC, tuple(blocks), modules, runners, named, model)
+    return FoundBlocks(base, family.name, tuple(blocks), modules, runners, named, model)
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -178,17 +178,6 @@ def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> Itera
 
 def _is_block(module: nn.Module) -> bool:
     return isinstance(module, compat.transformers.GradientCheckpointingLayer)
-
-
-def _stack_name(container: str, containers: Collection[str], row: Family | None) -> str:
-    """Name a stack as the family does; else `encoder` or `decoder` if only its path has that word, else its path."""
-    for stack, ending in row.stacks if row else ():
-        if f".{container}".endswith(f".{ending}"):  # a head or an adapter puts its name in front of the path
-            return stack
-    for word in ("encoder", "decoder"):
-        if word in container.split(".") and sum(word in other.split(".") for other in containers) == 1:
-            return word
-    return container or "blocks"
 
 
 def _names_around(name: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ recomputed as a whole, and how to make a small random model. No other file names
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hf_ckpt.errors import HfCkptError
@@ -65,8 +65,19 @@ class Family:
     tiny: TinyModel | None = None
     """How to make a small random model, for `hf-ckpt check` and for tests; None if unknown."""
 
+    def name_stack(self, path: str, paths: Collection[str]) -> str:
+        """Name the stack at a path, one of these. Without a name for it in the family, that is `encoder` or `decoder`
+        if no other path has that word, else the path."""
+        for stack, ending in self.stacks:
+            if f".{path}".endswith(f".{ending}"):  # a head or an adapter puts its name in front of the path
+                return stack
+        for word in ("encoder", "decoder"):
+            if word in path.split(".") and sum(word in other.split(".") for other in paths) == 1:
+                return word
+        return path or "blocks"
 
-GENERIC = "generic"
+
+GENERIC = Family("generic", model_types=(), stacks=())
 """The family of models without a row."""
 # Norms, and activations that consist of several operations; single operations have rows in `engines/rebuild/ops.py`.
 CHEAP_EVERYWHERE = (
@@ -99,10 +110,10 @@ def register_family(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-def family_of(config: Any) -> Family | None:
-    """Return the row of a config, by its `model_type`; None for models of no known family."""
+def family_of(config: Any) -> Family:
+    """Return the row of a config, by its `model_type`; `GENERIC` for models of no known family."""
     model_type = str(getattr(config, "model_type", ""))  # code from the hub may have none
-    return next((family for family in FAMILIES.values() if model_type in family.model_types), None)
+    return next((family for family in FAMILIES.values() if model_type in family.model_types), GENERIC)
 
 
 def depth_keys(config: Any, stack: str) -> list[str]:
@@ -110,9 +121,7 @@ def depth_keys(config: Any, stack: str) -> list[str]:
 
     Properties are left out: the config computes them from other keys.
     """
-    family = family_of(config)
-    depths = GENERIC_DEPTHS if family is None else family.depths
-    keys = depths.get(stack, _DEPTH_OF_ALL)
+    keys = family_of(config).depths.get(stack, _DEPTH_OF_ALL)
     stored = [key for key in keys if not isinstance(getattr(type(config), key, None), property)]
     return [key for key in stored if isinstance(getattr(config, key, None), int)]
 
@@ -122,7 +131,7 @@ def refuse_long(config: Any, tokens: int, name: str) -> None:
     family = family_of(config)
     most = getattr(config, "max_position_embeddings", None) or tokens
     # Beyond these, the embedding has no row, and the run would end in an IndexError.
-    if family is not None and config.model_type in family.learned_positions and tokens > most:
+    if config.model_type in family.learned_positions and tokens > most:
         raise HfCkptError(f"{name} has positions for {most} tokens, but {tokens} are asked for.")
 
 

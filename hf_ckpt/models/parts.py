@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.models.blocks import FoundBlocks, outermost
-from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES
+from hf_ckpt.models.families import CHEAP_EVERYWHERE, FAMILIES, GENERIC
 
 
 def cheap_modules(blocks: FoundBlocks, names: Collection[str]) -> tuple[nn.Module, ...]:
@@ -25,9 +25,9 @@ def _is_cheap(module: nn.Module, family: str) -> bool:
 
     Beside named modules, these are transformers' own norms that hold nothing but parameters.
     """
-    row = FAMILIES.get(family)
+    row = FAMILIES.get(family, GENERIC)
     kind = compat.distributed.plain_class(module)
-    if kind.__name__ in {*CHEAP_EVERYWHERE, *(row.cheap if row else ())}:
+    if kind.__name__ in {*CHEAP_EVERYWHERE, *row.cheap}:
         return True
     # Only code of transformers is trusted by its name. A norm with buffers, such as a batch norm, may update them in
     # each forward; one with children may be anything.

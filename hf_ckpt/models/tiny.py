@@ -11,7 +11,7 @@ from hf_ckpt.models import families
 
 VOCABULARY = 320
 """Entries of the vocabulary: 256 bytes and the special tokens, rounded up."""
-FAMILIES = tuple(row.name for row in families.FAMILIES.values() if row.tiny is not None)
+TINY_FAMILIES = tuple(row.name for row in families.FAMILIES.values() if row.tiny is not None)
 """Names of the families that have small models."""
 FIRST_TOKEN = 7
 """The least token in random batches. The special tokens come before it."""

@@ -5,7 +5,7 @@ import torch
 from helpers.steps import assert_near, assert_same, step
 
 from accelerator import device
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
 SIZE = 1 << 16
 
@@ -14,7 +14,7 @@ def full(value, where="sim:0"):
     return torch.full((SIZE,), float(value), device=where)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_model_trains_as_on_the_cpu(family):
     """Its kernels are the CPU's, apart from attention and dropout."""
     model, batch = tiny_model(family), tiny_batch(family)

@@ -17,7 +17,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.rebuild import ops
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.measure import memory
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training import callback
 from hf_ckpt.training.guard import OomGuard, tighten
 from hf_ckpt.training.out_of_memory import REPORT_FILE
@@ -76,7 +76,7 @@ def budget_for(where, family="llama"):
 # --- everything is asked of the devices of the model ------------------------------------------------------------------
 
 
-SETTINGS = [(family, FIRST, device.pace) for family in FAMILIES]
+SETTINGS = [(family, FIRST, device.pace) for family in TINY_FAMILIES]
 SETTINGS += [("llama", CPU, device.pace), ("llama", SECOND, device.pace), ("llama", FIRST, device.no_event_times)]
 
 

@@ -18,7 +18,7 @@ import hf_ckpt
 from accelerator import device
 from hf_ckpt import compat
 from hf_ckpt.engines import host_memory
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
 MODES, SPECS = table(__file__, "policies.yaml").values()
 
@@ -64,7 +64,7 @@ def counted(described, kind):
 
 def cells():
     for name, row in SPECS.items():
-        yield from itertools.product(row.get("families", FAMILIES), [name], row.get("modes", MODES))
+        yield from itertools.product(row.get("families", TINY_FAMILIES), [name], row.get("modes", MODES))
 
 
 @pytest.mark.usefixtures("unwatched")

@@ -17,11 +17,11 @@ from transformers.utils import logging as transformers_logging
 import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
 
 @pytest.mark.trap(22)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_hidden_states_and_attentions_in_the_loss(family):
     """They keep their order, values and gradients."""
     model, batch = tiny_model(family, dropout=0.1, attention="eager"), tiny_batch(family)
@@ -173,7 +173,7 @@ def test_a_cache_of_the_model_itself_is_no_prefix():
 @pytest.mark.trap(25)
 @pytest.mark.compat
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_no_warning_about_use_cache(family, wrapped, caplog, transformers_log):
     """Two steps cause no warning about `use_cache`, and the config that is saved does not change."""
     model = tiny_model(family, dropout=0.1)

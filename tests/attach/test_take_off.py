@@ -18,7 +18,7 @@ from hf_ckpt.attach import enable as enabling
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.training.install import installed_temporarily
 
 pytestmark = pytest.mark.compat
@@ -57,7 +57,7 @@ def comparable(model):
 
 
 @pytest.mark.parametrize("before_it", BEFORE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_uninstall_leaves_no_trace(family, before_it):
     """Uninstalling restores `vars()` of every module and the number of hooks, whatever happened in between.
 

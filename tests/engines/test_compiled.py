@@ -20,7 +20,7 @@ from hf_ckpt.engines import compiled as engine
 from hf_ckpt.errors import HfCkptError, OwnerConflictError
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled", "unwatched")
 SHARES = (1.0, 0.5, 0.0)
@@ -37,7 +37,7 @@ def compiled(spec, family="llama", **options):
 
 
 @pytest.mark.long
-@sparing("family", FAMILIES, "llama")
+@sparing("family", TINY_FAMILIES, "llama")
 def test_a_share_keeps_less_and_changes_nothing(family):
     batch = tiny_batch(family, tokens=32)
     eager = kept(small(family), batch)
@@ -50,7 +50,7 @@ def test_a_share_keeps_less_and_changes_nothing(family):
         assert_near(eager[0], gradients)
 
 
-@sparing("family", FAMILIES, "llama")
+@sparing("family", TINY_FAMILIES, "llama")
 def test_shares_are_bit_equal_where_kernels_are(graphs, family):
     """Gradients are bit-equal if all shares run the same kernels; inductor may fuse each share differently."""
     batch = tiny_batch(family, tokens=32)

@@ -18,7 +18,7 @@ from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 NORM = Norm()
@@ -347,7 +347,7 @@ RUNS = {
 
 
 @pytest.mark.compat
-@in_turn("name, family", RUNS, FAMILIES, ("outputs of BERT's last norms written to", "bert"))
+@in_turn("name, family", RUNS, TINY_FAMILIES, ("outputs of BERT's last norms written to", "bert"))
 def test_gradients_are_those_of_no_checkpointing(family, name):
     def run(model):
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from hf_ckpt.engines import routers as routing
 from hf_ckpt.engines.running import running
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.parts import routers
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("unwatched")
 
@@ -174,13 +174,13 @@ def test_adapters_of_a_router():
 
 
 @needs_routers
-@pytest.mark.parametrize("name", [*FAMILIES, *ALL])
+@pytest.mark.parametrize("name", [*TINY_FAMILIES, *ALL])
 def test_hooks_are_on_routers_only_and_come_off(name):
-    model = planned(tiny_model(name) if name in FAMILIES else experts(name))
+    model = planned(tiny_model(name) if name in TINY_FAMILIES else experts(name))
     inside = [module for block in find_blocks(model).modules.values() for module in block.modules()]
     hooked = [module for module in inside if module._forward_pre_hooks or module._forward_hooks]
     assert hooked == routers_of(model)
-    assert ["Router" in type(module).__name__ for module in hooked] == [True] * (0 if name in FAMILIES else 2)
+    assert ["Router" in type(module).__name__ for module in hooked] == [True] * (0 if name in TINY_FAMILIES else 2)
     hf_ckpt.uninstall(model)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in hooked)
 

@@ -27,7 +27,7 @@ from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
 from hf_ckpt.forecast.question import PRESETS, Question, question
 from hf_ckpt.forecast.result import ForecastRow, Printer, left_of, notes_on_allocator
 from hf_ckpt.forecast.sizes import largest_within
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
 from hf_ckpt.spec.actions import FULL
 from hf_ckpt.spec.spec import Spec
@@ -469,7 +469,12 @@ def test_a_preset_its_config_its_file_and_the_command_have_one_answer(plan):
 
 @pytest.mark.compat
 @sparing(
-    ("family", "lora"), itertools.product(FAMILIES, (None, 4)), ("llama", 4), ("gpt2", 4), ("bert", None), ("t5", None)
+    ("family", "lora"),
+    itertools.product(TINY_FAMILIES, (None, 4)),
+    ("llama", 4),
+    ("gpt2", 4),
+    ("bert", None),
+    ("t5", None),
 )
 def test_the_config_of_a_model_gives_a_plan_for_its_blocks_and_weights(family, lora):
     model = model_of(family, lora=lora is not None, layers=3)

@@ -8,10 +8,10 @@ import hf_ckpt
 from helpers.steps import assert_same, planned
 from hf_ckpt.engines.rebuild.modules import enter_module, leave_module
 from hf_ckpt.engines.rebuild.region import RebuildRegion
-from hf_ckpt.models.tiny import FAMILIES, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_model
 
 SAVES = (["linear", "attention"], ["attention"], ["linear"])
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", TINY_FAMILIES)
 
 
 def plain_and_ours(family="llama", save=SAVES[0], layers=2, **options):

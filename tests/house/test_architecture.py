@@ -58,7 +58,7 @@ def test_models_are_changed_in_attach_only():
     for code, files in (
         (r"_gradient_checkpointing_func", ["compat/transformers"]),
         (r"\bsetattr\(", ["attach/switches", "forecast/model"]),
-        (r"\.register_\w*hook\(", ["attach/boundaries", "attach/enable"]),
+        (r"\.register_\w*hook\(", ["attach/boundaries", "attach/puts"]),
     ):
         assert [name for name, text in TEXTS.items() if re.search(code, text)] == files
 

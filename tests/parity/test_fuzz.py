@@ -26,7 +26,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.running import running
 from hf_ckpt.errors import HfCkptError, SpecError
 from hf_ckpt.models.blocks import base_model, find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.spec.plan import Plan
 from hf_ckpt.spec.reading import POLICIES
@@ -300,7 +300,7 @@ def test_sequences_of_operations(seed, caplog):
     draw = random.Random(seed)
     lane = draw.choice([None, Delayed, Eager])
     with lanes_of(lane):
-        twins = Twins(draw, FAMILIES[seed % 4], lane)
+        twins = Twins(draw, TINY_FAMILIES[seed % 4], lane)
         for _ in range(30):
             operation = draw.choice(["step", "install", *OPERATIONS])
             print(operation)  # pytest shows what led to a failure

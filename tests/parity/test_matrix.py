@@ -41,7 +41,7 @@ from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.engines.host_memory import Group
 from hf_ckpt.engines.rebuild.values import Kept
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 
 LAYERS = 3
 STACKS, REGIONS = table(__file__, "stacks.yaml").values()
@@ -313,7 +313,7 @@ class Mode:
     """Wraps the model for data-parallel training."""
     under_hooks: bool = False
     """Whether the user's hooks on saved tensors are around the model. Under them nothing is moved."""
-    families: Sequence[str] = dataclasses.field(default=FAMILIES, hash=False)
+    families: Sequence[str] = dataclasses.field(default=TINY_FAMILIES, hash=False)
 
     def model(self, family):
         """A new model, the same each time."""
@@ -447,7 +447,7 @@ GROUPS["CHOICES"] = ["dropout", "LoRA on the last layer", "hub, then enabled"]
 """Modes in which the choice of blocks may matter."""
 
 
-def cell(spec, engines, modes, families=FAMILIES):
+def cell(spec, engines, modes, families=TINY_FAMILIES):
     """A row of `actions.yaml`. Norms over tokens are refused in tiles."""
     names = [mode for name in modes for mode in GROUPS.get(name, (name,))]
     return Cell(spec, engines, [mode for mode in names if "mlp" not in spec or not MODES[mode].inside], families)
@@ -595,7 +595,7 @@ def test_other_architectures(name):
 # --- whether cells can fail -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_modes_differ(family):
     """Dropout, autocast and bf16 change the loss: otherwise their cells would prove nothing."""
     losses = [reference(family, mode)[0]["loss"] for mode in ("plain", "dropout", "autocast", "bf16")]

@@ -29,7 +29,7 @@ from hf_ckpt import __main__, compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.measure.live import LiveBytes
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import tighter_plan
 from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.actions import SAVE_CLASSES as SAVE
@@ -110,7 +110,7 @@ STRIDE = {"llama": 29, "gpt2": 41, "bert": 41, "t5": 101}
 
 @pytest.mark.trap(28)
 @pytest.mark.long
-@sparing("family", FAMILIES, "llama", "bert")
+@sparing("family", TINY_FAMILIES, "llama", "bert")
 def test_the_guard_survives_a_failure_at_any_point_of_a_step(family):
     """In the second micro-step, the first one runs again, too."""
     expected, drawn, _ = two_micro_steps(tiny_model(family, layers=2, dropout=0.1), family=family)

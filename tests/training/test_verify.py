@@ -14,7 +14,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.compat.transformers import is_cache
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.errors import HfCkptError, SpecError
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL
 
 BATCH = tiny_batch("llama")
@@ -23,7 +23,7 @@ REDRAWN = {"policy": "full", "preserve_rng_state": False}
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_verify_finds_equal_gradients_and_counts_recomputations(family):
     result = hf_ckpt.verify(tiny_model(family, dropout=0.1), tiny_batch(family), {"every_n_layers": 2})
     assert result, result

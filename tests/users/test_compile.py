@@ -24,7 +24,7 @@ from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.models.tiny import FAMILIES, tiny_batch, tiny_model
+from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.units import counted
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -106,7 +106,7 @@ def same_but_smaller(spec, way, planned, *sizes):
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 CASES = [("llama", way) for way in (each_block, each_block_replaced, each_forward, compile_regions, in_place)]
-CASES += [(name, way) for name in FAMILIES for way in (each_block, torch.compile) if (name, way) not in CASES]
+CASES += [(name, way) for name in TINY_FAMILIES for way in (each_block, torch.compile) if (name, way) not in CASES]
 
 
 @pytest.mark.long
