@@ -16,7 +16,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach.puts import Weak, is_part
 from hf_ckpt.attach.record import RECORD, Installation
-from hf_ckpt.engines.head.chunked import chunked, why_whole
+from hf_ckpt.engines.head.chunked import chunked, why_head_stays_whole
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.logs import warn_once
 
@@ -158,7 +158,7 @@ class HeadForward(ModelHook):
             self.stays = compat.distributed.parameters_stay(self.base)
         # Chunks read the weight when the loss is computed, after the head's forward. By then, it may be freed again.
         sharded = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
-        reason = why_whole(head) if self.stays else sharded
+        reason = why_head_stays_whole(head) if self.stays else sharded
         if reason is not None:
             warn_whole(self.base, reason)
             return run(*args)

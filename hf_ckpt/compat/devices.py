@@ -149,7 +149,7 @@ def write_snapshot(path: Path) -> None:
         private("torch.cuda.memory._dump_snapshot")(str(path))
 
 
-FULL = (
+_OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU, MPS, NPU, MLU, MUSA
     "DefaultCPUAllocator: can't allocate memory",
     "CUDNN_STATUS_NOT_SUPPORTED.",  # accelerate takes it for one, too
@@ -166,7 +166,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # Other kinds come from the libraries of a device, which say it in words.
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 # --- streams, events and graphs ---------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def depends_on_values(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def running(*, on_accelerator: bool) -> Iterator[None]:
+def as_on_real_devices(*, on_accelerator: bool) -> Iterator[None]:
     """Make models run on fake tensors of the CPU as on real ones of a device, inside this context.
 
     transformers 5 asks whether a tensor is fake before it reads whether a mask masks anything, which decides which

@@ -57,7 +57,7 @@ def bias_of_linear() -> torch.Tensor | None:
     return bias
 
 
-def running(kind: type) -> Iterator[Any]:
+def calling_objects(kind: type) -> Iterator[Any]:
     """Yield the objects of this type whose methods call hf_ckpt right now, innermost first: modules in a saved-tensor
     hook, or the Trainer and its callback handler, which transformers passes to no callback."""
     owners = (frame.f_locals.get("self") for frame in callers())

@@ -220,7 +220,7 @@ def makes_inputs_require_gradients(hook: object) -> bool:
     return name.endswith(("make_inputs_require_grads", "make_inputs_require_grad"))
 
 
-ATTENTION = "_attn_implementation_internal"
+ATTENTION_KEY = "_attn_implementation_internal"
 """Attribute of configs with the attention that modules call. The property without `_internal` takes a Python call."""
 
 

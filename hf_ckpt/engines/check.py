@@ -202,7 +202,7 @@ class _Reference(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Saved:
+class CheckedTensor:
     """What the hooks of the check hold in place of a saved tensor: what the hooks around it hold, and a reference."""
 
     packed: Any
@@ -301,11 +301,11 @@ class Check:
         return function(*args, **kwargs)
 
     @compat.torch.untraced  # compiled parts of a block call it
-    def pack(self, outer: compat.torch.SavedTensorHooks, tensor: torch.Tensor) -> Saved:
+    def pack(self, outer: compat.torch.SavedTensorHooks, tensor: torch.Tensor) -> CheckedTensor:
         """Saved-tensor hook: pass a tensor to the `outer` hooks, and keep a reference to it."""
         assert self.changes is not None
         outer_pack, outer_unpack = outer
-        saved = Saved(outer_pack(tensor), outer_unpack)
+        saved = CheckedTensor(outer_pack(tensor), outer_unpack)
         self.saved += 1
         before = self.changes.tensors.get(id(tensor)) or self.changes.tensors.get(id(tensor._base))
         is_written = before is not None and before.is_overwritten  # the recomputation will write to it again
@@ -324,9 +324,9 @@ class Check:
             seen = Seen(tensor.detach())
             with compat.torch.unseen_by_modes():
                 values = seen.tensor.clone() if is_written else seen.tensor
-            running = (self._names[id(inner)] for inner in compat.frames.running(nn.Module) if id(inner) in self._names)
-            shape = tuple(tensor.shape)
-            difference = Difference(self.block, next(running, ""), operation, shape, self.saved)
+            modules = map(id, compat.frames.calling_objects(nn.Module))
+            name = next((self._names[module] for module in modules if module in self._names), "")
+            difference = Difference(self.block, name, operation, tuple(tensor.shape), self.saved)
             saved.reference = _Reference(seen, values, difference)
         return saved
 
@@ -342,7 +342,7 @@ class Check:
         return True
 
     @compat.torch.untraced
-    def unpack(self, saved: Saved) -> torch.Tensor:
+    def unpack(self, saved: CheckedTensor) -> torch.Tensor:
         """Saved-tensor hook: return what the outer hooks return, after comparing it with the reference."""
         # Compare nothing in a second backward, or when an engine or other code reads what a node has saved.
         if self.changes is None or self.changes.forward_runs or not self.schedule_end():

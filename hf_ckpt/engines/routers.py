@@ -47,7 +47,7 @@ class Choices(TorchFunctionMode):
         """Whether a router runs, so that calls are intercepted."""
 
     @contextlib.contextmanager
-    def running(self, *, again: bool = False) -> Iterator[None]:
+    def of_one_run(self, *, again: bool = False) -> Iterator[None]:
         """Record the choices made inside this context, or make the same ones `again`."""
         before = running.choices
         running.choices = self

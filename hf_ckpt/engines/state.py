@@ -198,7 +198,7 @@ class ForwardState:
         if self.choices is None:  # no context for the many blocks without experts
             output = fn(*args)
         else:
-            with self.choices.running():
+            with self.choices.of_one_run():
                 output = fn(*args)
         if not before.may_have_moved():
             self.draws = None
@@ -259,7 +259,7 @@ class ForwardState:
                 if not is_unchanged:
                     self._put_back(undo)
                 if self.choices is not None:
-                    undo.enter_context(self.choices.running(again=True))
+                    undo.enter_context(self.choices.of_one_run(again=True))
                 try:
                     return fn(*args)
                 except compat.checkpoint.StopRecomputation:

@@ -99,7 +99,7 @@ class TiledRegion(FullSelectiveRegion):
         if rows.shape[1] <= tokens:
             return forward(hidden)
         if name not in self.parts:
-            self._set_part(name, module, why_whole(module, forward, rows.detach()[:, :TRIED_TOKENS]))
+            self._set_part(name, module, why_not_in_tiles(module, forward, rows.detach()[:, :TRIED_TOKENS]))
         part = self.parts[name]
         if part is None:
             return forward(hidden)
@@ -172,7 +172,7 @@ def run_with_sums(forward: Callable[..., Any], sums: list[Sum], rows: torch.Tens
             each.parameters[each.name] = parameter
 
 
-def why_whole(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor) -> str | None:
+def why_not_in_tiles(module: nn.Module, forward: Callable[..., Any], rows: torch.Tensor) -> str | None:
     """Return why a feed-forward does not run in tiles; None if it does. Warn once if it draws random numbers.
 
     It is tried on some tokens [1, tokens, hidden size]. Buffers, modes and random state are restored.

@@ -276,7 +276,7 @@ def _measure(model: ShallowModel, inputs: Inputs) -> _Measured:
     try:
         # Blocks run as under FSDP: none may rebuild its input from parameters of another one.
         stay = mock.patch.object(compat.distributed, "parameters_stay", return_value=not training.sharded)
-        fakes = compat.fakes.running(on_accelerator=inputs.device.name != "cpu")
+        fakes = compat.fakes.as_on_real_devices(on_accelerator=inputs.device.name != "cpu")
         eight = mock.patch.object(EightBitLinear, "on_accelerator", inputs.device.name != "cpu")
         way = training.way
         product = gathered_linear if way.deepspeed and way.weights else functional.linear

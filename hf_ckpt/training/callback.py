@@ -86,7 +86,7 @@ class MemoryTimeCallback(TrainerCallback):
 
         Raises `SpecError` for options of hf_ckpt in the arguments of a model that it is not installed on.
         """
-        handler = next(compat.frames.running(CallbackHandler))  # it calls this
+        handler = next(compat.frames.calling_objects(CallbackHandler))  # it calls this
         # After the Trainer's flow, which decides about logging, and before the reporters, which read what this adds.
         others = [callback for callback in handler.callbacks if callback is not self]
         place = next((after for after, one in enumerate(others, 1) if isinstance(one, DefaultFlowCallback)), 0)
@@ -104,7 +104,7 @@ class MemoryTimeCallback(TrainerCallback):
         devices = compat.distributed.devices_of_model(model)
         self._figures = Figures(devices)
         self._methods.close()  # of a run that an error ended outside of them
-        trainer: Any = next(compat.frames.running(Trainer))
+        trainer: Any = next(compat.frames.calling_objects(Trainer))
         self._methods.replace(trainer, "training_step", self._micro_step)
         for name in ("_run_epoch", "_evaluate", "_save_checkpoint"):
             if hasattr(trainer, name):  # transformers 4 has no `_run_epoch`

@@ -210,7 +210,7 @@ class Measurements:
         parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
         # A copy of a layer has a config of its own, which later changes of the model's attention do not reach.
         configs = [vars(part).get("config") for part in module.modules()]
-        attention = frozenset(getattr(config, compat.transformers.ATTENTION, None) for config in configs)
+        attention = frozenset(getattr(config, compat.transformers.ATTENTION_KEY, None) for config in configs)
         kinds = tuple(map(type, module.modules()))
         # Blocks in eval mode run as they are, whatever their action is.
         same = parameters, kinds, attention, batch.state[0], self.fixed.get(block), module.training

@@ -55,7 +55,7 @@ class ModelState:
         autocast_dtype = compat.devices.autocast_dtype(self._device_type)
         # Blocks in eval mode are not checkpointed, and eager attention saves more than others.
         modes = tuple(map(operator.attrgetter("training"), self._modules))
-        attention = tuple(map(operator.attrgetter(compat.transformers.ATTENTION), self._configs))
+        attention = tuple(map(operator.attrgetter(compat.transformers.ATTENTION_KEY), self._configs))
         state = autocast_dtype, tuple(map(operator.attrgetter(*names), self._parameters)), modes, attention
         is_new = bool(self._numbers) and state not in self._numbers
         self.present = autocast_dtype, self._numbers.setdefault(state, len(self._numbers))
@@ -88,7 +88,7 @@ class ModelState:
         self._addresses = self._read_addresses()
         self._parameters = list(base.parameters())
         configs = [vars(module).get("config") for module in modules]
-        configs = [config for config in configs if hasattr(config, compat.transformers.ATTENTION)]
+        configs = [config for config in configs if hasattr(config, compat.transformers.ATTENTION_KEY)]
         self._configs = list({id(config): config for config in configs}.values())
 
 

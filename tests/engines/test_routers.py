@@ -215,10 +215,10 @@ def test_what_is_kept_is_small():
 
 def test_an_additional_router_call_in_backward_routes_anew():
     choices, scores = routing.Choices(), torch.tensor([[9.0, 5.0, 7.0]], requires_grad=True)
-    with choices.running():
+    with choices.of_one_run():
         choices.intercept(True)
         first = torch.tensor([[1.0, 3.0, 2.0]]).topk(k=1, dim=1)
-    with choices.running(again=True):
+    with choices.of_one_run(again=True):
         choices.intercept(True)
         again = torch.topk(input=scores, k=1)
         wider = torch.topk(torch.rand(2, 3), 1)

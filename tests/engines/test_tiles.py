@@ -20,7 +20,7 @@ from torch import nn
 
 import hf_ckpt
 from hf_ckpt.attach.record import installation
-from hf_ckpt.engines.tiles import why_whole
+from hf_ckpt.engines.tiles import why_not_in_tiles
 from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import AUTO_TOKENS
@@ -369,7 +369,7 @@ def test_the_trial_leaves_nothing():
     module.c_fc.register_forward_hook(counts_tokens(module))
     hidden = torch.randn(1, 8, module.c_fc.nx)
     state = torch.get_rng_state()
-    assert why_whole(module, module.forward, hidden) is None
+    assert why_not_in_tiles(module, module.forward, hidden) is None
     assert torch.equal(torch.get_rng_state(), state)
     assert not module.act.runs
     assert not module.act.writes

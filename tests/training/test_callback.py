@@ -95,7 +95,7 @@ class Meter:
 class LogAtEpochEnd(transformers.TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         # Before our callback at the end of the epoch: the default flow sets the flag there with other settings.
-        handler = next(compat.frames.running(CallbackHandler))
+        handler = next(compat.frames.calling_objects(CallbackHandler))
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
 

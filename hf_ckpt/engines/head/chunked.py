@@ -53,10 +53,10 @@ def auto_helps(head: nn.Module, logits: torch.Tensor) -> bool:
     """Whether a training forward of a head that returned these logits would need less memory under `head: auto`."""
     tokens = logits.shape[:-1].numel()
     chunk = tokens_per_chunk("auto", tokens, head)
-    return why_whole(head) is None and chunks_help(logits, head, tokens, chunk)
+    return why_head_stays_whole(head) is None and chunks_help(logits, head, tokens, chunk)
 
 
-def why_whole(head: nn.Module) -> str | None:
+def why_head_stays_whole(head: nn.Module) -> str | None:
     """Return why a head cannot run in chunks now; None if it can."""
     modules = list(head.modules())
     if any(isinstance(module, nn.Dropout) and module.p and module.training for module in modules):

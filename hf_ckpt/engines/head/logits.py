@@ -40,7 +40,7 @@ _getters = [member.__get__ for member in _members]
 DESCRIBING = frozenset((*_members, *_getters, torch.is_floating_point, torch.is_complex, torch.numel))
 """Functions and attributes that need a tensor's shape, type, device or graph, but no values. `__torch_function__` gets
 the `__get__` of an attribute."""
-HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
+GRADIENT_HOOKS = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward))
 
 
@@ -174,8 +174,8 @@ class Logits(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         # Before all else: gradients of logits are wrong once a loss has gone around them, also where values exist.
-        if func in HOOKS or func in BACKWARDS:
-            _refuse_bypassed(func, args[:1] if func in HOOKS else (args[1:], kwargs.get("inputs")))
+        if func in GRADIENT_HOOKS or func in BACKWARDS:
+            _refuse_bypassed(func, args[:1] if func in GRADIENT_HOOKS else (args[1:], kwargs.get("inputs")))
         # Once all values exist, chunks would compute them a second time.
         if isinstance(first, Logits) and first.computed is None:
             if func in DESCRIBING:

@@ -28,7 +28,7 @@ from hf_ckpt.engines.rebuild.ops import (
     strides_of_result,
 )
 from hf_ckpt.engines.rebuild.parameters import Parameters
-from hf_ckpt.engines.rebuild.unpacking import read
+from hf_ckpt.engines.rebuild.unpacking import read_saved
 from hf_ckpt.engines.rebuild.values import DEEPEST, Rebuilt, Stored, Value, View, Work, fix_strides, strides_of
 from hf_ckpt.engines.seen import Kept, Seen
 
@@ -254,7 +254,7 @@ class Graph:
         # where other hooks packed the tensors of the node. It is kept as it is: a copy would no longer be a number,
         # and would turn a result without dimensions into float64.
         readable = self.may_read(node) or not compat.torch.is_held_by_hooks(node, name)
-        operand = read(node, name) if readable else None
+        operand = read_saved(node, name) if readable else None
         if isinstance(operand, (Rebuilt, View, Stored)):
             return operand
         return Kept(operand, self.work.block) if isinstance(operand, torch.Tensor) else None

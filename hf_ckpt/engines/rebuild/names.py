@@ -20,7 +20,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.rebuild.graph import Graph
 from hf_ckpt.engines.rebuild.ops import ATTENTION, OPS, VIEW
 from hf_ckpt.engines.rebuild.replay import Inside, Replay
-from hf_ckpt.engines.rebuild.unpacking import read
+from hf_ckpt.engines.rebuild.unpacking import read_saved
 from hf_ckpt.engines.rebuild.values import DEEPEST, Rebuilt, Stored, View
 from hf_ckpt.engines.seen import Kept
 from hf_ckpt.logs import warn_once
@@ -33,7 +33,7 @@ _PASSED = {"cast", "copy", VIEW}
 _WRAPPERS = re.compile(r"\.(base_layer|default)\b")
 """Parts of the names of modules that an adapter adds, and nobody writes."""
 _ADAPTER = re.compile(r"\.lora_[AB]$")
-Saved = dict[tuple[str, bool], int]
+SavedSizes = dict[tuple[str, bool], int]
 """(name, whether it was dropped) -> bytes."""
 
 
@@ -124,7 +124,7 @@ class Names:
                 return self.of_weight(inner.variable)
         row = OPS.get(node.name())
         for name in () if row is None or not self._graph.may_read(node) else row.saved_as:
-            value = read(node, name) if name else None
+            value = read_saved(node, name) if name else None
             if isinstance(value, torch.Tensor) and self.of_weight(value):  # a frozen weight has no edge
                 return self.of_weight(value)
         return None
@@ -207,7 +207,7 @@ class Recording:
         storage = tensor.untyped_storage()
         self._packed.append((StorageWeakRef(storage), storage.nbytes(), name, value))  # type: ignore[no-untyped-call]
 
-    def saved(self) -> Saved:
+    def saved(self) -> SavedSizes:
         """Return the bytes that were kept and dropped, by name; each storage counts once.
 
         Empty if a tensor could not be named.
@@ -217,7 +217,7 @@ class Recording:
                 return self._sizes(self.names)
         return {}
 
-    def _sizes(self, names: Names) -> Saved:
+    def _sizes(self, names: Names) -> SavedSizes:
         """As `saved`, with the names of the forward."""
         names_by_memory = {
             _memory(value.tensor): names.of(node) for (node, _), value in names.values() if isinstance(value, Kept)

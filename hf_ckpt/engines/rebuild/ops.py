@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild.layouts import Strides
-from hf_ckpt.engines.rebuild.unpacking import read
+from hf_ckpt.engines.rebuild.unpacking import read_saved
 from hf_ckpt.engines.rebuild.values import Rebuilt, Stored, Value, View
 from hf_ckpt.engines.seen import Kept
 
@@ -90,10 +90,10 @@ def _signed(value: Any) -> Any:
 
 def _with(operation: Function, *names: str) -> Callable[[Any, Any], Function]:
     """The `prepare` of an operation on one operand and on constants, which the node saves under these names."""
-    read = operator.attrgetter(*[f"_saved_{name}" for name in names])
+    getter = operator.attrgetter(*[f"_saved_{name}" for name in names])
 
     def prepare(node: Any, metadata: Any) -> Function:
-        saved = read(node) if len(names) > 1 else [read(node)]
+        saved = getter(node) if len(names) > 1 else [getter(node)]
         constants = list(map(_signed, saved))
         return lambda x: operation(x, *constants)
 
@@ -243,7 +243,7 @@ def _native_dropout(node: Any, metadata: Any) -> Function | None:
     kept_share = 1.0 - node._saved_p
     if not kept_share:  # both rules divide by it
         return lambda x, mask: x * torch.zeros_like(mask, dtype=x.dtype)
-    mask = read(node, "result1")
+    mask = read_saved(node, "result1")
     device = metadata.device
     if isinstance(mask, Stored) and mask.original is not None:
         mask = mask.original.tensor

@@ -21,7 +21,7 @@ from hf_ckpt import compat
 from hf_ckpt.engines.full import CALLS_A_TRANSFORM, FullRegion
 from hf_ckpt.engines.host_memory import Mover
 from hf_ckpt.engines.rebuild.modules import enter_module, leave_module
-from hf_ckpt.engines.rebuild.names import Names, Recording, Saved
+from hf_ckpt.engines.rebuild.names import Names, Recording, SavedSizes
 from hf_ckpt.engines.rebuild.ops import ops_for
 from hf_ckpt.engines.rebuild.tape import Tape
 from hf_ckpt.engines.rebuild.unpacking import unpack
@@ -80,7 +80,7 @@ class RebuildRegion(Region):
         versions first. Norms that run again as a whole look at their own."""
         self.dropped_sizes: dict[int, int] = {}
         """Id of a value -> bytes of the tensor that it rebuilds, in the last recomputation of `full+selective`."""
-        self.saved: Saved | None = None
+        self.saved: SavedSizes | None = None
         """What the first forward kept and dropped."""
         self.weights: list[dict[str, torch.Tensor | None]] | None = None
         """The dicts of the block's parameters; None before a forward has shown the block."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.engines.rebuild.layouts import Strides
-from hf_ckpt.engines.rebuild.values import Rebuilt, Value, Work, counted
+from hf_ckpt.engines.rebuild.values import Rebuilt, Value, Work, sources_of
 from hf_ckpt.engines.seen import Seen, refuse
 from hf_ckpt.errors import RebuildError
 
@@ -42,7 +42,7 @@ class Replay:
         self.work = work
         self.module = module
         self.source = source
-        self.sources = counted([source])
+        self.sources = sources_of([source])
         """What each run uses."""
         self.needs_gradient = module_input.requires_grad
         self.device_type = module_input.device.type
@@ -89,8 +89,8 @@ class Replay:
             else:
                 with torch.autocast(self.device_type, self.autocast):
                     output = forward(source)
-        for counted_source in self.sources:
-            counted_source.end_use()
+        for source_in_use in self.sources:
+            source_in_use.end_use()
         filled = inside.copy()
         inside.clear()  # else a cycle: this run's graph holds the list through its hook, and the tensors hold the graph
         if len(filled) != self.saved:

@@ -14,7 +14,7 @@ from hf_ckpt.engines.seen import Kept, refuse
 
 
 class _Reading(threading.local):
-    """How `read` gets a value from behind autograd, which returns only tensors. `unpack` sees that it is on."""
+    """How `read_saved` gets a value from behind autograd, which returns only tensors. `unpack` sees that it is on."""
 
     on = False
     """Whether this thread reads what a node has saved."""
@@ -23,11 +23,11 @@ class _Reading(threading.local):
 
 
 _reading = _Reading()
-_NOTHING = torch.empty(0, device="cpu")
-"""What `unpack` returns to `read`, because autograd accepts only a tensor."""
+_PLACEHOLDER = torch.empty(0, device="cpu")
+"""What `unpack` returns to `read_saved`, because autograd accepts only a tensor."""
 
 
-def read(node: Any, name: str) -> Any:
+def read_saved(node: Any, name: str) -> Any:
     """Return what an autograd node has saved under a name; for a dropped or stored tensor its value, without fetching.
 
     Args:
@@ -53,7 +53,7 @@ def unpack(value: Value | Inside) -> torch.Tensor:
         return value.tensor
     if _reading.on and isinstance(value, (Rebuilt, View, Stored)):
         _reading.value = value
-        return _NOTHING
+        return _PLACEHOLDER
     if type(value) is Stored and value.original is not None:  # read from a node during the forward
         if value.original.is_overwritten:
             refuse(value.original, value.block, "a tensor")

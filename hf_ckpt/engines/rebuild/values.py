@@ -168,7 +168,7 @@ class Rebuilt(Shared):
         operands: list[Value],
         strides: Strides = Strides.SAME,
     ) -> None:
-        super().__init__(counted(operands))
+        super().__init__(sources_of(operands))
         self.depth: int = 1
         """Number of values behind it, with itself; see `DEEPEST`."""
         for operand in operands:
@@ -245,7 +245,7 @@ Value = Kept | Stored | Rebuilt | View
 """What provides a tensor of the forward in backward."""
 
 
-def counted(values: Sequence[Value]) -> list[Shared]:
+def sources_of(values: Sequence[Value]) -> list[Shared]:
     """Return those of the values, or of what they are views of, whose uses are counted."""
     sources: list[Shared] = []
     for value in values:
