@@ -18,8 +18,9 @@ from typing import Any
 from hf_ckpt.cli.app import drawn_of, figure_of, require_plotly
 from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
+from hf_ckpt.forecast.printing import Printer, print_comparison
 from hf_ckpt.forecast.question import FIELDS, Question, question
-from hf_ckpt.forecast.result import Forecast, Printer, print_comparison
+from hf_ckpt.forecast.result import Forecast
 from hf_ckpt.spec.files import refuse_unwritable
 from hf_ckpt.spec.plan import SUFFIXES
 

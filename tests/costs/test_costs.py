@@ -148,7 +148,7 @@ def test_peaks_with_host_memory_are_those_that_are_reached(action, too_high):
     model = tiny_model("llama", layers=6, hidden=64, attention="sdpa").to(torch.bfloat16)
     batch = tiny_batch("llama", batch=4, tokens=128)
     asked = Question("tiny", 4, 128, optimizer="sgd", device="h100")
-    costs = Forecaster(asked, config=model.config).costs_of(asked)
+    costs = Forecaster(asked, config=model.config).estimator.costs_of(asked)
     (moving,) = (ways for ways in with_offloading(costs, GIGA, 1, 2**40) if action in ways.actions)
     choice = moving.uniform(action)
     with lanes_of(Eager), temporarily(model, Selection(moving, choice).plan()), DeviceBytes(model, batch) as live:

@@ -20,12 +20,14 @@ from hf_ckpt.cli.arguments import options_of
 from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
-from hf_ckpt.forecast import forecast as forecast_module
+from hf_ckpt.forecast import estimator as estimator_module
 from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster
 from hf_ckpt.forecast.model import load_config, nbytes, shallow_model
+from hf_ckpt.forecast.notes import left_of, on_allocator
+from hf_ckpt.forecast.printing import Printer
 from hf_ckpt.forecast.question import PRESETS, Question, question
-from hf_ckpt.forecast.result import ForecastRow, Printer, left_of, notes_on_allocator
+from hf_ckpt.forecast.result import ForecastRow
 from hf_ckpt.forecast.sizes import largest_within
 from hf_ckpt.models.tiny import TINY_FAMILIES, tiny_batch, tiny_model
 from hf_ckpt.planner.policies import make_plan
@@ -111,11 +113,11 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, ca
     measured = []
 
     def add(row):
-        measured.append(len(forecaster._costs))
+        measured.append(len(forecaster.estimator.measured))
         printer.add(row)
 
     def show(first):
-        measured.append(len(forecaster._costs))
+        measured.append(len(forecaster.estimator.measured))
         printer.show(first)
         assert first.verdict in capsys.readouterr().out  # the first line is there before a change is measured
         printer.show(first)
@@ -123,7 +125,7 @@ def test_options_in_the_table_give_the_plan_of_their_row(options, part, plan, ca
     forecast = forecaster.answer(show, add)
     printer.end(forecast)
     assert measured[0] == 1
-    assert measured[1] < len(forecaster._costs)  # a row is there before the next one is measured
+    assert measured[1] < len(forecaster.estimator.measured)  # a row is there before the next one is measured
     printed = capsys.readouterr().out
     assert len(re.findall(r" (?:yes|no)  ", printed)) == len(forecast.rows)
     assert ("  the allocator takes " in printed) == forecast.fits
@@ -271,17 +273,17 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
     """What a smaller batch needs at least follows from the larger one, and is less than what it needs."""
     asked = {"model": "mini-llama", "batch": 8, "tokens": 64, "packing": packing, "device": "a10"}
     forecaster = Forecaster(question(asked))
-    forecaster.costs_of(forecaster.training)
-    least = forecaster._least_bytes({"batch": 4, "accumulation": 2})
-    assert least <= forecaster.planner_of(question({**asked, "batch": 4, "accumulation": 2})).lowest_peak
-    measure = forecast_module.costs_of_model
+    forecaster.estimator.costs_of(forecaster.training)
+    least = forecaster.estimator.least_bytes(question({**asked, "batch": 4, "accumulation": 2}), forecaster.budget)
+    assert least <= forecaster.estimator.planner_of(question({**asked, "batch": 4, "accumulation": 2})).lowest_peak
+    measure = estimator_module.costs_of_model
     batches = []
 
     def count(model, inputs):
         batches.append(inputs.training.batch)
         return measure(model, inputs)
 
-    monkeypatch.setattr(forecast_module, "costs_of_model", count)
+    monkeypatch.setattr(estimator_module, "costs_of_model", count)
     forecaster = Forecaster(question(asked))
     forecaster.budget = least - 1
     list(forecaster._changed_rows({"batch", "accumulation"}))
@@ -291,11 +293,11 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
 def test_a_change_whose_head_alone_does_not_fit_is_measured_in_one_step():
     asked = {"model": "mini-llama", "batch": 8, "tokens": 256, "device": "a10"}
     forecaster = Forecaster(question(asked))
-    model = forecaster._model_of(question({**asked, "lora": 16}))
-    least = forecaster._least_bytes({"lora": 16})
+    model = forecaster.estimator.model_of(question({**asked, "lora": 16}))
+    least = forecaster.estimator.least_bytes(question({**asked, "lora": 16}), forecaster.budget)
     assert [inputs.actions for inputs in model.measured] == [(FULL,)]
     weights = nbytes(model.tensors)
-    assert 1.5 * weights < least <= forecaster.planner_of(question({**asked, "lora": 16})).lowest_peak
+    assert 1.5 * weights < least <= forecaster.estimator.planner_of(question({**asked, "lora": 16})).lowest_peak
     assert len(model.measured) > 1
 
 
@@ -304,7 +306,7 @@ def test_ranks_share_all_that_the_optimizer_needs():
     for optimizer, temporary in (("adamw_torch", 1), ("adagrad", 2)):
         asked = {"model": "mini-llama", "optimizer": optimizer, "device": "a10", "autocast": "none"}
         alone, shared = (Forecaster(question({**asked, **more})) for more in ({}, {"ranks": 4, "parallel": "fsdp2"}))
-        one, part = (forecaster.costs_of(forecaster.training) for forecaster in (alone, shared))
+        one, part = (forecaster.estimator.costs_of(forecaster.training) for forecaster in (alone, shared))
         assert one.static.step_bytes == temporary * one.static.gradients
         assert part.static.step_bytes == pytest.approx(one.static.step_bytes / 4, rel=0.01)
         assert part.static.optimizer == pytest.approx(one.static.optimizer / 4, rel=0.01)
@@ -522,8 +524,8 @@ def test_an_answer_says_what_to_leave_for_the_allocator():
 def test_what_the_allocator_may_add_is_said_where_the_card_could_lack_it(peak, budget, is_said):
     """The T4 has 14.56 GiB, which is more than 1.24 times 11.7 GiB, and less than 1.24 times 12 GiB."""
     row = ForecastRow("", "", round(peak * GIB), 1.0, None, peak <= budget, None)
-    assert len(list(notes_on_allocator(device_named("t4"), row))) == is_said
-    assert not list(notes_on_allocator(device_named("cpu"), row))
+    assert len(list(on_allocator(device_named("t4"), row))) == is_said
+    assert not list(on_allocator(device_named("cpu"), row))
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="experts are linear layers before transformers 5")

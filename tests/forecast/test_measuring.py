@@ -34,7 +34,7 @@ def costs_or_error(training):
     """The costs of a question, which many rows share; the error of a model that refuses to run so."""
     forecaster = Forecaster(training)
     try:
-        return vars(forecaster.costs_of(forecaster.training))
+        return vars(forecaster.estimator.costs_of(forecaster.training))
     except HfCkptError as error:
         return str(error)
 
@@ -52,7 +52,7 @@ def test_the_longest_sequences_are_no_longer_than_the_positions_of_the_model():
     """Also where a model for shorter ones is there already."""
     forecaster = Forecaster(question({"model": "mini-gpt2", "tokens": 128, "max_tokens": True, "device": "h100"}))
     forecaster.budget = 1 << 60
-    forecaster.costs_of(question({"model": "mini-gpt2", "tokens": 128}))
+    forecaster.estimator.costs_of(question({"model": "mini-gpt2", "tokens": 128}))
     with pytest.raises(HfCkptError, match="has positions for 4096 tokens, but 8192 are asked for"):
-        forecaster.costs_of(question({"model": "mini-gpt2", "tokens": 8192}))
+        forecaster.estimator.costs_of(question({"model": "mini-gpt2", "tokens": 8192}))
     assert any("the model takes no more" in note for note in forecaster.answer().notes)

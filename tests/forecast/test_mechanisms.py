@@ -61,7 +61,7 @@ def test_an_accelerator_multiplies_in_bytes_and_dequantises_for_the_backward():
     peaks = {}
     for device in ("cpu", "a10"):
         forecaster = Forecaster(question({"model": "llama", "tokens": 1, "device": device, **asked}), config=wide)
-        call = forecaster.costs_of(forecaster.training).calls[1]
+        call = forecaster.estimator.costs_of(forecaster.training).calls[1]
         peaks[device] = call.costs[KEEP].forward.peak, call.costs[KEEP].backward.peak
     assert peaks["cpu"][0] > largest > peaks["a10"][0]
     assert min(backward for _, backward in peaks.values()) > 0.9 * largest

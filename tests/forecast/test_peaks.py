@@ -97,7 +97,7 @@ def costs_of(name: str, folder: Path) -> Costs:
     ROWS[name].made_config().to_json_file(path, use_diff=False)
     asked = {"model": str(path), "batch": 4, "tokens": 256, "device": "cpu", **ROWS[name].fields}
     forecaster = Forecaster(question(asked))
-    return forecaster.costs_of(forecaster.training)
+    return forecaster.estimator.costs_of(forecaster.training)
 
 
 # --- counted ----------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_peaks_of_plans_in_segments_are_those_of_real_steps(name, segments, poli
     path = folder / f"{name} in segments.json"
     row.made_config().to_json_file(path, use_diff=False)
     forecaster = Forecaster(question({"model": str(path), "batch": 4, "tokens": 256, "device": "cpu", **row.fields}))
-    held = forecaster.costs_of(forecaster.training)
+    held = forecaster.estimator.costs_of(forecaster.training)
     model = real_model(row, folder)
     hf_ckpt.install(model, {"policy": policy, "segments": segments, "check_every": 0})
     model.gradient_checkpointing_enable()

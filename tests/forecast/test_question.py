@@ -56,7 +56,7 @@ def test_options_of_yes_and_no_have_opposites_that_win_over_a_file():
         question({"model": "a model", "budget": 627496})
 
 
-LIVE = ({"model": model_of(), "lora": 4}, "a model that is passed determines lora are: leave them out")
+LIVE = ({"model": model_of(), "lora": 4}, "a model that is passed determines lora: leave them out")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_states_are_those_of_deepspeed(way, whole, shared):
     are copied out of the whole gradients.
     """
     forecaster = Forecaster(question({"model": "a llama", **asked(way)}), config=CONFIG)
-    static = forecaster.costs_of(forecaster.training).static
+    static = forecaster.estimator.costs_of(forecaster.training).static
     model = shallow_model(Question("a llama"), CONFIG)
     parameters = sum(tensor.shape[0] * (tensor.shape[1:] or (1,))[0] for tensor in model.tensors)
     expected = whole * parameters + shared * parameters / RANKS
