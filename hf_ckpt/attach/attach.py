@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.enable import put_on, remove, take_off
+from hf_ckpt.attach.enable import put_on, remove, remove_others, take_off
 from hf_ckpt.attach.hooks import ModelHook
 from hf_ckpt.attach.passes import Reminder
 from hf_ckpt.attach.puts import Hooked, Put, put
 from hf_ckpt.attach.record import RECORD, Installation, PlanChooser, record_on
-from hf_ckpt.attach.switches import Switched, function_of, is_on, read
+from hf_ckpt.attach.switches import FLAG, function_of, is_on
 from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import OwnerConflictError, SpecError
 from hf_ckpt.logs import tell
@@ -61,10 +61,9 @@ def attach(blocks: FoundBlocks, spec: Spec, plan: Plan, decider: PlanChooser | N
             "blocks; install on that one, or uninstall it first; call gradient_checkpointing_disable() on a copy."
         )
     was_on = is_on(*blocks.carriers.values()) or any(record.enabled for record in records.values())
-    record = records.pop(base, None)
-    for module, inner in records.items():  # blocks have one owner: an inner model loses its own plan
-        remove(module, inner)
+    record = records.get(base)
     if record is None:
+        remove_others(blocks)
         record = Installation(spec, plan, decider=decider)
         _put_record(blocks, record)
     record.adopt(spec, plan)
@@ -81,8 +80,8 @@ def _put_record(blocks: FoundBlocks, record: Installation) -> None:
     # name, and transformers' new method looks whether an object has replaced the old one.
     rows = [Put(base, name, EnableHook(base, name)) for name in compat.transformers.ENABLE_NAMES]
     rows += [Put(base, name, DisableHook(base, name)) for name in compat.transformers.DISABLE_NAMES]
+    rows += [Put(module, FLAG, False) for module in blocks.carriers.values() if is_on(module)]
     put(rows, record.installed)
-    record.installed += [Switched(module, base, read(module), None) for module in blocks.carriers.values()]
     # PEFT calls a model's `forward` past its hooks, but not that of the modules that run stacks.
     runners = dict.fromkeys(blocks.runners.values())
     put((Hooked(runner, Reminder(base), "before", False) for runner in runners), record.puts)
@@ -93,10 +92,7 @@ def detach(model: nn.Module) -> None:
 
     Without a record on the model, do nothing.
     """
-    base = base_model(model)
-    record = record_on(base)
-    if record is not None:
-        remove(base, record)
+    remove(base_model(model))
 
 
 def tell_plan(base: nn.Module, record: Installation) -> None:

@@ -6,6 +6,7 @@ model trains. The hooks and functions can be pickled, and a copy of the model ge
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -15,14 +16,17 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.attach.hooks import INPUT_GRADIENTS, HeadForward, Instead, Skipped, remove_methods, warn_whole
+from hf_ckpt.attach.hooks import INPUT_GRADIENTS, WHOLE, HeadForward, Instead, Skipped, remove_methods
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
 from hf_ckpt.attach.puts import Hooked, Put, Row, Weak, WithoutInputGradients, put, undo
-from hf_ckpt.attach.record import RECORD, Installation, record_on
+from hf_ckpt.attach.record import RECORD, Installation
 from hf_ckpt.attach.switches import Switched, function_of
 from hf_ckpt.engines.region import Region, hooks_for
+from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks, find_blocks
 from hf_ckpt.spec.plan import Plan
+
+log = logging.getLogger(__name__)
 
 
 def put_on(blocks: FoundBlocks, record: Installation) -> None:
@@ -30,23 +34,15 @@ def put_on(blocks: FoundBlocks, record: Installation) -> None:
 
     A model inside this one loses its own plan. If the plan cannot be put on, nothing is enabled.
     """
-    for module in blocks.around.values():
-        inner = record_on(module)
-        if module is not blocks.base and inner is not None:  # blocks have one owner
-            remove(module, inner)
     record.undo_puts()
-    _remove_copied(blocks.base, set())
     made_for = list(map(weakref.ref, blocks.modules.values()))
     if record.made_for not in (None, made_for):  # functions of a replaced block refer to it
         record.begin_anew()
     record.made_for = made_for
+    remove_others(blocks)
     record.modules = Weak(*blocks.base.modules())
     record.functions.hooked = len(record.functions.made)
-    try:
-        put(_rows(blocks, record), record.puts)
-    except BaseException:
-        record.undo_puts()
-        raise
+    put(_rows(blocks, record), record.puts)
     record.enabled = True
     record.blocks = dict(blocks.modules)
     record.children = [vars(module)["_modules"] for module in blocks.around.values()]
@@ -59,28 +55,17 @@ def _rows(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
     """Yield what a plan puts on the modules of a model, in order. Each row is put there before the next one is made."""
     base = blocks.base
     for name, module in blocks.carriers.items():
-        switches.switch_off(module)  # something else may have switched it on since
-        record.switched[name] = Switched(module, base, switches.read(module), record.regions.get(name))
+        record.switched[name] = Switched(module, base, record.regions.get(name))
         yield record.switched[name]
-    head = blocks.head
-    if record.plan.head != "whole" and head is not None:
-        if "forward" in vars(head):
-            warn_whole(base, "something else has replaced its forward")
-        else:
-            yield Put(head, "forward", HeadForward(base, head))
-    regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
-    if regions:
-        yield WithoutInputGradients(base)
-        for name in INPUT_GRADIENTS:
-            if hasattr(base, name):
-                yield Put(base, name, Skipped(base, base, name))
-        for module, function, when, with_kwargs in hooks_for(regions, blocks):
-            if when == "instead":
-                before = vars(module).get("forward")
-                yield Put(module, "forward", Instead(base, module, function, before))
-            else:
-                yield Hooked(module, function, when, with_kwargs)
     yield from _rows_of_forwards(blocks, record)
+    yield from _rows_of_engines(blocks, record)
+    head = blocks.head
+    if record.plan.head == "whole" or head is None:
+        return
+    if "forward" in vars(head):
+        warn_once(log, WHOLE, type(base).__name__, "something else has replaced its forward")
+    else:
+        yield Put(head, "forward", HeadForward(base, head))
 
 
 def _rows_of_forwards(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
@@ -108,6 +93,23 @@ def _rows_of_forwards(blocks: FoundBlocks, record: Installation) -> Iterator[Row
         yield Hooked(module, hook.after, "after", False)
 
 
+def _rows_of_engines(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
+    """Yield the hooks that engines need inside blocks, and what replaces forwards there."""
+    base = blocks.base
+    regions = [region for region in record.functions.made.values() if region.block in blocks.modules]  # not removed
+    if not regions:
+        return
+    yield WithoutInputGradients(base)
+    for name in INPUT_GRADIENTS:
+        if hasattr(base, name):
+            yield Put(base, name, Skipped(base, base, name))
+    for module, function, when, with_kwargs in hooks_for(regions, blocks):
+        if when == "instead":
+            yield Put(module, "forward", Instead(base, module, function, vars(module).get("forward")))
+        else:
+            yield Hooked(module, function, when, with_kwargs)
+
+
 def take_off(base: nn.Module, record: Installation) -> None:
     """Disable the record's plan, and end the current measurement of its session.
 
@@ -123,14 +125,13 @@ def take_off(base: nn.Module, record: Installation) -> None:
         _remove_copied(base, had_rows)
 
 
-def remove(base: nn.Module, record: Installation) -> None:
-    """As `detach`, for a model whose record is known."""
-    take_off(base, record)
-    if record.session is not None:
-        record.session.close()
-    undo(record.installed)
-    record.installed = []
-    vars(base).pop(RECORD, None)
+def remove(base: nn.Module) -> None:
+    """As `detach`, for a base model."""
+    record: Installation | None = vars(base).pop(RECORD, None)
+    if record is not None:
+        take_off(base, record)
+        record.end_session()
+        undo(record.installed)
 
 
 def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
@@ -161,7 +162,19 @@ def exchange(base: nn.Module, record: Installation, plan: Plan) -> None:
             record.switched[name].exchange(region)
 
 
-# --- copies of blocks -------------------------------------------------------------------------------------------------
+# --- other plans ------------------------------------------------------------------------------------------------------
+
+
+def remove_others(blocks: FoundBlocks) -> None:
+    """Remove from a model what other plans have put there. It must have no enabled plan of its own.
+
+    They are plans of models inside it, because blocks have one owner, and what came with copies of planned blocks.
+    """
+    for module in blocks.around.values():
+        if module is not blocks.base:
+            remove(module)
+    _remove_copied(blocks.base, set())
+
 
 HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),

@@ -101,10 +101,8 @@ class Skipped(ModelHook):
 
 # --- the head ---------------------------------------------------------------------------------------------------------
 
-
-def warn_whole(base: nn.Module, reason: str) -> None:
-    """Warn once that the head of a model runs as a whole, although its plan says chunks."""
-    warn_once(log, "hf_ckpt: the head of %s is not run in chunks, because %s.", type(base).__name__, reason)
+WHOLE = "hf_ckpt: the head of %s is not run in chunks, because %s."
+"""Warning of a head that runs as a whole, although its plan says chunks: the class of the model, and why."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -160,7 +158,7 @@ class HeadForward(ModelHook):
         sharded = "its parameters are sharded or moved (FSDP, ZeRO-3, tensor parallelism, device maps)"
         reason = why_head_stays_whole(head) if self.stays else sharded
         if reason is not None:
-            warn_whole(self.base, reason)
+            warn_once(log, WHOLE, type(self.base).__name__, reason)
             return run(*args)
         result = chunked(head, run, *args, record.plan.head)
         if isinstance(result, Logits):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_ckpt import compat
-from hf_ckpt.attach.hooks import ModelHook, is_trained, warn_of_graph, warn_whole
+from hf_ckpt.attach.hooks import WHOLE, ModelHook, is_trained, warn_of_graph
 from hf_ckpt.attach.record import Installation
 from hf_ckpt.attach.switches import function_of
 from hf_ckpt.engines.full import FullRegion
@@ -266,7 +266,7 @@ def _count_missed_head(stack: _Pass) -> None:
         return
     if heads.missed == 2:  # not the first: a forward may have failed on its way to the head
         why = "it is never called: the loss uses its weight directly (as TRL's losses do)"
-        warn_whole(stack.hook.base, why)
+        warn_once(log, WHOLE, type(stack.hook.base).__name__, why)
         heads.note("none, because it is never called")
     heads.missed += 1
 

@@ -155,11 +155,19 @@ class WithoutInputGradients(Weak):
                 base.enable_input_require_grads()
 
 
-def put(rows: Iterable[Row], record_of: list[Row]) -> None:
-    """Put rows on modules in order, and append each to a list first, by which it can be undone."""
-    for row in rows:
-        record_of.append(row)
-        row.put()
+def put(rows: Iterable[Row], on_model: list[Row]) -> None:
+    """Put rows on modules in order, and append them to a list, by which they can be undone.
+
+    If one of them cannot be put there, all of them are undone.
+    """
+    try:
+        for row in rows:
+            on_model.append(row)
+            row.put()
+    except BaseException:
+        undo(on_model)
+        on_model.clear()
+        raise
 
 
 def undo(rows: Iterable[Row]) -> None:

@@ -75,40 +75,31 @@ def write(module: nn.Module, values: Values) -> None:
             vars(module).pop(name, None)
 
 
-def switch_off(module: nn.Module) -> None:
-    """Switch a module's flag off if it is on."""
-    if getattr(module, FLAG):
-        setattr(module, FLAG, False)
-
-
 class Switched(Weak):
-    """The attributes of a module of a model, as they were before hf_ckpt set them.
-
-    Args:
-        module: the module.
-        base: the model.
-        before: its attributes before, as from `read`.
-        region: the function that it calls while gradients are recorded; None without one.
-    """
+    """The attributes of a module: the module, the model, and the function that the module calls while gradients are
+    recorded, None without one. After `put`, also its attributes before, switched off, as from `read`."""
 
     @property
     def is_taken(self) -> bool:
         """Whether the module has the function of another model's plan now, to which it was moved, or with which it is
         shared."""
-        module, _, _, region = self.arguments()
+        module, _, region, *_ = self.arguments()
         function = None if module is None else function_of(module)
         return isinstance(function, Region) and function is not region
 
     def put(self) -> None:
-        """Let the module call the function, if there is one."""
-        region = self.arguments()[3]
+        """Switch the module off, and let it call the function, if there is one."""
+        module, _, region = self.arguments()
+        if getattr(module, FLAG):
+            setattr(module, FLAG, False)
+        self._held += (read(module),)
         if region is not None:
             self.exchange(region)
 
     def exchange(self, region: Region | None) -> None:
         """Let the module call another function from now on; none with None."""
-        self._held = (*self._held[:3], region)
-        module, _, before, _ = self._held
+        module, base, _, before = self._held
+        self._held = (module, base, region, before)
         values = before
         if region is not None:
             values = {**before, FLAG: GATE, FUNCTION: region}
@@ -121,8 +112,8 @@ class Switched(Weak):
 
         A module that was moved elsewhere may have been enabled there.
         """
-        module, base, before, region = self.arguments()
-        if module is None or self.is_taken:
+        module, base, region, *before = self.arguments()
+        if module is None or not before or self.is_taken:
             return
         if function_of(module) is region or (base is not None and is_part(module, base)):
-            write(module, before)
+            write(module, before[0])

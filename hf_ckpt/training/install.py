@@ -15,7 +15,7 @@ from hf_ckpt.attach.attach import GIVEN_PLAN, attach, detach, spec_of, tell_plan
 from hf_ckpt.attach.described import description_of
 from hf_ckpt.attach.enable import put_on
 from hf_ckpt.attach.for_a_while import temporarily
-from hf_ckpt.attach.hooks import warn_whole
+from hf_ckpt.attach.hooks import WHOLE
 from hf_ckpt.attach.process import ProcessHooks, detach_everywhere, everywhere, install_on_enabled
 from hf_ckpt.attach.record import Installation, installation, record_on
 from hf_ckpt.errors import NoBlocksError, PlanMismatchError, SpecError
@@ -153,7 +153,7 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
         text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
         warn_once(log, text, parsed.every_n_layers, blocks.class_name, longest)
     if plan.head != "whole" and blocks.head is None:
-        warn_whole(blocks.base, "it has no projection onto a vocabulary")
+        warn_once(log, WHOLE, blocks.class_name, "it has no projection onto a vocabulary")
         plan = dataclasses.replace(plan, head="whole")
     return parsed, plan
 
