@@ -115,7 +115,8 @@ def on_compiled_blocks(training: Question, device: Device, plan: Plan, full: Pla
 
 
 def beside(training: Question, model: ShallowModel, costs: Costs, budget_bytes: int) -> Iterator[str]:
-    """Notes on what the figures leave out: the KV cache while completions are generated, and communication."""
+    """Notes on options without effect, and on what the figures leave out, such as the cache of generation."""
+    yield from training.without_effect()
     if training.generation:
         size = len(costs.calls) * kv_bytes(model.base.config, training)
         alone = costs.static.always + size

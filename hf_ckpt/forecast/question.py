@@ -6,10 +6,11 @@ the keywords of `hf_ckpt.predict`, and the command that a page shows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_ckpt.forecast.optimizers import OPTIMIZERS
 from hf_ckpt.forecast.ways import WAYS, Way, way_named
 from hf_ckpt.spec.reading import READERS
 from hf_ckpt.spec.spec import Spec
-from hf_ckpt.units import DEFAULT_SHARE, exact_size, parse_budget, parse_bytes, parse_count
+from hf_ckpt.units import DEFAULT_SHARE, UnitError, exact_size, parse_budget, parse_bytes, parse_count
 
 # `force-include` in pyproject.toml copies the configs into the wheel, where there is no folder beside the package.
 _FOLDERS = (Path(__file__).parents[1] / "presets", Path(__file__).parents[2] / "configs" / "models")
@@ -130,12 +131,20 @@ def _read_layers(text: str) -> str | tuple[str, ...]:
 
 def _read_tokens(text: str | int) -> int | str:
     """`auto`, `whole`, or a number of tokens."""
-    return READERS["head"](text) if text in ("auto", "whole", "full") else parse_count(str(text))
+    return _count_or("head", text)
 
 
 def _read_segments(text: str | int) -> int | str:
     """`sqrt`, or a number of segments."""
-    return text if text == "sqrt" else parse_count(str(text))
+    return _count_or("segments", text)
+
+
+def _count_or(key: str, text: str | int) -> int | str:
+    """A number, such as `4k`, or one of the words that a key of the spec accepts in its place."""
+    with contextlib.suppress(UnitError):
+        return parse_count(str(text))
+    word: str = READERS[key](text)
+    return word
 
 
 def _read_spec(text: str) -> Spec:
@@ -277,6 +286,13 @@ class Question:
             return 8
         return 4 if self.load_in_4bit else None
 
+    def without_effect(self) -> Iterator[str]:
+        """Yield a sentence for each option that changes nothing, because another one is missing."""
+        for name, needed in NEEDS.items():
+            field = FIELDS[name]
+            if getattr(self, name) != field.default and not any(getattr(self, other) for other in needed):
+                yield f"{field.flag} has no effect without {' or '.join(FIELDS[other].flag for other in needed)}"
+
     @property
     def autocast_name(self) -> str | None:
         """The type that autocast computes in, by default the usual one; None without autocast."""
@@ -304,6 +320,15 @@ class Question:
     def shape(self) -> tuple[int, int]:
         """Sequences of a micro-step and their tokens; packed ones are one row."""
         return (1, self.rows * self.tokens) if self.packing else (self.rows, self.tokens)
+
+
+NEEDS = {
+    "lora_targets": ("lora",),
+    "lora_dropout": ("lora",),
+    "double_quant": ("load_in_4bit",),
+    "kbit_preparation": ("load_in_4bit", "load_in_8bit"),
+}
+"""Fields that change nothing, with those of which one must be set, too."""
 
 
 FIELDS: dict[str, About] = {

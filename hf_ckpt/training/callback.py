@@ -87,8 +87,11 @@ class MemoryTimeCallback(TrainerCallback):
         Raises `SpecError` for options of hf_ckpt in the arguments of a model that it is not installed on.
         """
         handler = next(compat.frames.calling_objects(CallbackHandler))  # it calls this
+        if self not in handler.callbacks:
+            return  # another callback of this kind has begun, and removed this one
+        # A second callback of this kind, such as a program's beside a script's, would report everything twice.
+        others = [callback for callback in handler.callbacks if type(callback) is not type(self)]
         # After the Trainer's flow, which decides about logging, and before the reporters, which read what this adds.
-        others = [callback for callback in handler.callbacks if callback is not self]
         place = next((after for after, one in enumerate(others, 1) if isinstance(one, DefaultFlowCallback)), 0)
         # A new list, because the handler iterates over the old one: it would skip one, or call this one twice.
         handler.callbacks = [*others[:place], self, *others[place:]]

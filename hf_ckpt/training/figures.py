@@ -66,7 +66,7 @@ class Figures:
         self.since: Any = None
         """The time up to which the window has counted, by the clock; None while no time is counted."""
         self.windows: list[Metrics] = []
-        """The figures of all windows that have ended."""
+        """The figures of all windows that have ended, once for each of their steps."""
         self._begin()
 
     def _begin(self) -> None:
@@ -126,12 +126,12 @@ class Figures:
         ranks = compat.distributed.of_all_ranks((window, tokens, padding))
         metrics = largest([row for row, _, _ in ranks])
         metrics.update(_rates([row[1:] for row in ranks], (metrics["time/step_s"] or 0.0) * self.steps))
+        self.windows += [metrics] * self.steps
         self._begin()
-        self.windows.append(metrics)
         return metrics
 
     def of_run(self) -> Metrics:
-        """Return the figures of all windows: the largest memory, and the medians of times and rates."""
+        """Return the figures of all steps: the largest memory, and the medians of times and rates."""
         figures = largest(self.windows)
         for key in ("time/step_s", "tokens_per_second", "padding"):
             values = [value for window in self.windows if (value := window.get(key)) is not None]

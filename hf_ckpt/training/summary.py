@@ -20,7 +20,7 @@ def summary(description: Description | None, figures: Mapping[str, float | None]
     without = description.without if description else None
     rows = {
         **_asked(description),
-        "plan": description.plan.summary() if description and description.enabled else "",
+        "plan": _plan(description),
         "without": f"{format_bytes(without.peak_bytes)}, predicted without checkpointing" if without else "",
         "with": f"{format_bytes(prediction.peak_bytes)}, predicted under the plan" if prediction else "",
         "measured": _measured(figures),
@@ -39,6 +39,14 @@ def _asked(description: Description | None) -> dict[str, str]:
     if policy == "budget":
         return {"budget": f"{description.spec['budget']}{off}"}
     return {"policy": f"{description.spec.get(policy, policy)}{off}"}  # of a saved plan, its path
+
+
+def _plan(description: Description | None) -> str:
+    """The plan at the end, and whether the run was still measuring."""
+    if description is None or not description.enabled:
+        return ""
+    reason = f"; not yet the plan of the run: {description.measuring}" if description.measuring else ""
+    return f"{description.plan.summary()}{reason}"
 
 
 def _measured(figures: Mapping[str, float | None]) -> str:

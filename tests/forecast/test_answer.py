@@ -229,13 +229,15 @@ def test_two_trainings_are_compared_part_by_part(folder, monkeypatch, capsys):
 
 
 def test_what_the_figures_leave_out_is_said():
-    """The KV cache of completions, and what ranks send."""
+    """Options without effect, the KV cache of completions, and what ranks send."""
     asked = {"model": "mini-llama", "batch": 2, "device": "a10"}
     config = load_config("mini-llama")
-    notes = hf_ckpt.predict(**asked, accumulation=4, trainer="grpo", generation=1024, tokens=64).notes
+    asked_of_grpo = {"accumulation": 4, "trainer": "grpo", "generation": 1024, "tokens": 64, "lora_dropout": 0.1}
+    notes = hf_ckpt.predict(**asked, **asked_of_grpo).notes
+    assert notes[0] == "--lora-dropout has no effect without --lora"
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * heads * size * 1024 * 8 * 2
-    assert f"a KV cache of 1024 tokens takes at most {format_bytes(cache)};" in notes[0]
+    assert f"a KV cache of 1024 tokens takes at most {format_bytes(cache)};" in notes[1]
     for way, times in (("ddp", 2), ("fsdp2", 3)):  # gradients twice; weights twice, and gradients
         found = hf_ckpt.predict(**asked, ranks=4, parallel=way, autocast="none", tokens=64)
         weights = shallow_model(Question("mini-llama"))

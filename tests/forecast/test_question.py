@@ -56,6 +56,13 @@ def test_options_of_yes_and_no_have_opposites_that_win_over_a_file():
         question({"model": "a model", "budget": 627496})
 
 
+def test_options_that_change_nothing_are_named():
+    fields = {"lora_targets": "q_proj", "double_quant": True, "kbit_preparation": False}
+    named = " ".join(Question("a model", **fields).without_effect())
+    assert re.findall(r"(\S+) has no effect", named) == ["--lora-targets", "--double-quant", "--no-kbit-preparation"]
+    assert not list(Question("a model", lora=4, load_in_4bit=True, **fields).without_effect())
+
+
 LIVE = ({"model": model_of(), "lora": 4}, "a model that is passed determines lora: leave them out")
 
 

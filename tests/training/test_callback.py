@@ -238,6 +238,17 @@ def test_figures_of_the_worst_rank_are_logged(tmp_path, monkeypatch):
     assert row["tokens_per_second"] == pytest.approx(4 * 2 * 12 / row["time/step_s"])
 
 
+def test_figures_of_a_run_count_each_step_once(monkeypatch):
+    """A log after the first step makes a window of one step, and a slow one."""
+    of_run = figures.Figures([torch.device("cpu")])
+    for steps, seconds in ((1, 9), (4, 8)):
+        of_run.go_on()
+        of_run.steps = steps
+        monkeypatch.setattr(of_run.clock, "between", lambda *_, seconds=seconds: seconds * 1e9)
+        of_run.end_window()
+    assert of_run.of_run()["time/step_s"] == 2
+
+
 def ids(*, name="", rows=2, tokens=12, masked=None):
     values = {f"{name}input_ids": torch.ones(rows, tokens, dtype=torch.long)}
     if masked is not None:
@@ -288,6 +299,13 @@ def test_a_planned_run_logs_what_was_predicted_and_ends_with_a_table(tmp_path, c
     ]
     assert [line.split()[0] for line in lines[1::4]] == ["plan", "time"]
     assert re.search(r" per step, [\d,]+ tokens per second", lines[5])
+
+
+def test_a_run_that_ends_while_it_measures_says_so_in_its_table(tmp_path, capsys):
+    run = trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}})
+    run.train()
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("  plan ")]
+    assert line.endswith(f"; not yet the plan of the run: {hf_ckpt.describe(run.model).measuring}")
 
 
 def test_without_a_plan_the_table_says_so_and_leaves_out_what_is_not_known(tmp_path, capsys):
@@ -421,6 +439,15 @@ def test_the_callback_comes_after_the_flow_and_is_called_once(tmp_path):
         kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
         assert kinds == [*(["DefaultFlowCallback"] * (len(callbacks) > 1)), "MemoryTimeCallback", "PrinterCallback"]
     assert len(metrics(tmp_path, "start")) == 2
+
+
+def test_a_second_callback_reports_nothing(tmp_path, capsys):
+    """A program, such as axolotl with the plug-in, adds one beside the script's."""
+    run = trainer(tmp_path, max_steps=1, callbacks=[MemoryTimeCallback(), MemoryTimeCallback()])
+    for attempt in (1, 2):
+        run.train()
+        assert len(metrics(tmp_path)) == attempt
+    assert capsys.readouterr().err.count("of training") == 2
 
 
 def test_one_report_for_each_attempt_of_the_guard(tmp_path):
