@@ -131,7 +131,7 @@ class Measurements:
 
     def learn_actions(self, batch: Batch, step: Step, actions: Mapping[str, Action]) -> None:
         """Store what blocks needed that had these actions in their forward: for the `nearest` batch, whose step is the
-        reference. What a smaller batch needed is scaled as in `bound`."""
+        reference. What a smaller batch needed is scaled as in `step_of`."""
         nearest = self.nearest(batch)
         assert nearest is not None
         if nearest.covers(batch):
@@ -229,28 +229,25 @@ class Measurements:
             return min(covering, key=lambda other: other.elements)
         return max(near, key=lambda other: other.elements, default=None)
 
-    def bound(self, batch: Batch) -> Step:
-        """Return the step of a batch that has a `nearest` one, or a bound for it.
+    def step_of(self, batch: Batch) -> Step:
+        """Return the step of a batch that has a `nearest` one: as it was measured, or as it follows from others.
 
-        It follows from the steps of batches with other lengths, if there are any, or else from the nearest batch: what
-        a smaller one needs is scaled as attention grows, with the square of its length. Everything else in a block
-        grows less.
+        Without a step that differs only in its length, it is a bound, from the nearest batch: what a smaller one needs
+        is scaled as attention grows, with the square of its length. Everything else in a block grows less.
         """
-        steps = self._beside(batch, self.references)
-        with_backwards = self._beside(batch, self.with_backwards)
-        if not steps:
+        like = batch
+        factor = 1.0
+        if not self._beside(batch, self.references):
             nearest = self.nearest(batch)
             assert nearest is not None
+            like = nearest
             factor = 1.0 if nearest.covers(batch) else batch.growth(nearest)
-            steps = {length / factor: step for length, step in self._beside(nearest, self.references).items()}
-            with_backwards = {
-                length / factor: step for length, step in self._beside(nearest, self.with_backwards).items()
-            }
+        step = step_between(_shorter(self._beside(like, self.references), factor))
+        tried = [_shorter(self._beside(like, steps), factor) for steps in (self.references, self.with_backwards)]
         calls = []
-        step = step_between(steps)
         for call in step.calls:
             needs = collections.defaultdict[Action, dict[float, Needs]](dict)
-            for length, other in (*steps.items(), *with_backwards.items()):
+            for length, other in itertools.chain.from_iterable(steps.items() for steps in tried):
                 same_call = other[call.name]
                 for action, need in () if same_call is None else same_call.needs.items():
                     needs[action][length] = need
@@ -334,7 +331,7 @@ class Measurements:
         """
         attempts: dict[str, Attempts] = {}
         room = limit - self.costs(batch).peak({})
-        for calls in self._calls_of_kinds(batch, self.bound(batch)).values():
+        for calls in self._calls_of_kinds(batch, self.step_of(batch)).values():
             if max(call.whole_bytes for call in calls) > room:
                 continue
             blocks = list(dict.fromkeys(call.name[0] for call in reversed(calls)))
@@ -363,7 +360,7 @@ class Measurements:
         because the step has one difference from the reference. Those that keep least come first. A block keeps no more
         than its backward holds under the action that keeps least.
         """
-        step = self.bound(batch)
+        step = self.step_of(batch)
         room = limit - self.costs(batch).peak({})
         for action in reversed(self._tried_actions):
             chosen: dict[str, Action] = {}
@@ -384,7 +381,7 @@ class Measurements:
         Neighbours of a kind take turns, and another action begins in the next step. So calls at both ends of a step,
         which take longer, are not those of one action.
         """
-        step = self.bound(batch)
+        step = self.step_of(batch)
         needs = self._needs_of_kinds(batch, step)
         costs = self.costs(batch)
         chosen: dict[str, Action] = {}
@@ -416,7 +413,7 @@ class Measurements:
         `actions` are those that blocks may have, by default all. A block that may have none of them keeps least.
         """
         allowed = self.actions if actions is None else actions
-        step = self._timed(batch, self.bound(batch))
+        step = self._timed(batch, self.step_of(batch))
         shown = self._needs_of_kinds(batch, step)
         with_backward = set(self.blocks_with_backward(step))
         needs = {}
@@ -524,6 +521,11 @@ class Measurements:
                 for kind in self._all_kinds():
                     shares.setdefault((kind, action), statistics.fmean(others))
         return shares
+
+
+def _shorter(steps: Mapping[float, Step], factor: float) -> dict[float, Step]:
+    """Steps by their lengths, as multiples of a batch that is longer by a factor."""
+    return {length / factor: step for length, step in steps.items()}
 
 
 def _form(step: Step) -> list[tuple[CallName, bool]]:

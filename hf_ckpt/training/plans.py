@@ -44,27 +44,19 @@ def actions_to_choose(spec: Spec) -> tuple[Action, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """A plan that a session has enabled, and the batch for which it was made."""
+class StepPlan:
+    """What a step is for, and the plan that it runs under."""
 
+    phase: Phase
     batch: Batch
-    limit_bytes: int
-    """The predicted peak that was allowed."""
+    """What the step is expected to be."""
     plan: Plan
-    over: bool = False
-    """Whether no plan fits; then this is the one with the lowest peak."""
-    phase: Phase = Phase.PLAN
-    """What this step is for."""
-    attempts: Mapping[str, Attempts] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What recomputations in this step try."""
-    actions: Mapping[str, Action] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    actions: Mapping[str, Action] = dataclasses.field(default_factory=dict)
     """Blocks that have another action than the one that keeps least, to be measured."""
-    idle: frozenset[str] = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    """Blocks that the steps that it was made from did not call."""
-    measured_bytes: int | None = dataclasses.field(default=None, compare=False)
-    """The measured peak of its first step; None before that step, and if steps are not measured."""
-    without: Prediction | None = dataclasses.field(default=None, compare=False)
-    """What the step is predicted to need without checkpointing; None in steps that are measured."""
+    attempts: Mapping[str, Attempts] = dataclasses.field(default_factory=dict)
+    """What recomputations in this step try."""
+    of_batch: BatchPlan | None = None
+    """The plan of the batch, in the phases in which the step runs under it."""
 
     @property
     def is_provisional(self) -> bool:
@@ -72,10 +64,44 @@ class Planned:
         return self.phase not in (Phase.CHECK, Phase.PLAN)
 
     @property
+    def is_over(self) -> bool:
+        """Whether no plan of the batch fits."""
+        return self.of_batch is not None and self.of_batch.is_over
+
+    @property
+    def keeps_least(self) -> bool:
+        """Whether every block keeps least, but for those that a rule gives another action."""
+        return self.is_provisional and self.phase is not Phase.RACE and not self.actions
+
+    @property
     def shows_forwards(self) -> bool:
         """Whether this is the first measured step of a batch. All others are compared with it."""
         shows_backwards = any(attempts.last for attempts in self.attempts.values())
         return self.phase is Phase.MEASURE and not self.actions and not shows_backwards
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """The plan of a batch, and of those that it covers."""
+
+    batch: Batch
+    limit_bytes: int
+    """The predicted peak that was allowed."""
+    plan: Plan
+    is_over: bool = False
+    """Whether no plan fits; then this is the one with the lowest peak."""
+    is_checked: bool = False
+    """Whether its first step was measured, or need not be."""
+    measured_bytes: int | None = None
+    """The measured peak of its first step; None before that step, and if that is not measured."""
+    idle: frozenset[str] = frozenset()
+    """Blocks that the steps that it was made from did not call."""
+    without: Prediction | None = None
+    """What the step is predicted to need without checkpointing; None if blocks save nothing."""
+
+    def step(self, phase: Phase) -> StepPlan:
+        """Return what a step under this plan is."""
+        return StepPlan(phase, self.batch, self.plan, of_batch=self)
 
 
 class PlanMaker:
@@ -131,7 +157,7 @@ class PlanMaker:
         phase: Phase,
         actions: Mapping[str, Action] = NO_ACTIONS,
         attempts: Mapping[str, Attempts] = NO_ATTEMPTS,
-    ) -> Planned:
+    ) -> StepPlan:
         """Return the plan for one step before the plan of a batch: all blocks keep least, but for those in `actions`.
 
         `attempts` are what its recomputations try.
@@ -141,7 +167,7 @@ class PlanMaker:
         if divided:
             rows = tuple((block, divided.get(block, action)) for block, action in plan.actions)
             plan = dataclasses.replace(plan, actions=rows)
-        return Planned(batch, self._budget.limit_bytes, plan, phase=phase, attempts=attempts, actions=actions)
+        return StepPlan(phase, batch, plan, actions, attempts)
 
     def peak_of_least(self, batch: Batch) -> int:
         """Return the peak of the step of a batch in which all blocks keep least, in the segments of the spec."""

@@ -40,8 +40,9 @@ from hf_ckpt.planner.planner import Selection
 from hf_ckpt.spec.actions import Action
 from hf_ckpt.training.batches import Batch
 from hf_ckpt.training.measurements import TIMED_STEPS
-from hf_ckpt.training.phases import MOST_FAILURES, RACE_STEPS, Entered, Entrant, Phase
-from hf_ckpt.training.plans import Planned
+from hf_ckpt.training.phases import MEASURED, MOST_FAILURES, RACE_STEPS, Entered, Entrant, Phase
+from hf_ckpt.training.planning import Planning
+from hf_ckpt.training.plans import BatchPlan, StepPlan
 from hf_ckpt.training.session import Session
 
 ENTRANTS = 3
@@ -102,15 +103,20 @@ def fitting(options: Sequence[Actions], judged: Sequence[Sequence[Judged]]) -> t
     return [options[place] for place in fit or places[:1]], bool(fit)
 
 
-class RanksSession(Session):
-    """The session of a model whose ranks must recompute the same blocks.
+class RanksPlanning(Planning):
+    """The planning of a model whose ranks must recompute the same blocks.
 
     Args:
         base: the model, plain.
         record: the record of hf_ckpt on it.
 
-    Raises what `Session` raises, and `HfCkptError` if ranks cannot agree in the optimizer's step.
+    Raises what `Planning` raises, and `HfCkptError` if ranks cannot agree in the optimizer's step.
     """
+
+    measured_phases = MEASURED - {Phase.RACE}
+    """In a race, whole optimizer steps are timed."""
+    switches_within_steps = False
+    """No rank can take another plan in the middle of a step."""
 
     def __init__(self, base: nn.Module, record: Installation) -> None:
         _refuse_without_common_step(base, record.spec.policy)
@@ -133,52 +139,38 @@ class RanksSession(Session):
         """What this rank has run under each of them."""
         self._race_steps = 0
         """Optimizer steps of the race so far."""
-        self._clock = DeviceClock(self._devices)
+        self._clock = DeviceClock(self.devices)
         self._stamp: Any = None
         """The time of the last agreement."""
         self._elements = 0
         """Elements of the batches since then."""
-        handle = compat.optimizers.call_before(_Agreeing(self))
-        self._ends = weakref.finalize(base, handle.remove)
+        self.ends: Callable[[], object] = int
+        """Ends the agreements."""
 
     def close(self) -> None:
         """End what outlives a pause of the plan."""
-        super().close()
-        self._ends()
+        self.ends()
 
     # --- micro-steps ---
 
-    def _next(self, batch: Batch) -> Planned:
+    def next(self, batch: Batch) -> StepPlan:
         """Return what all ranks have agreed on."""
         self._has_run = True
         self._elements += batch.elements
         if not any(larger.covers(batch) for larger in self._seen):
             self._seen = [*(smaller for smaller in self._seen if not batch.covers(smaller)), batch]
         agreed = self.agreed
-        planned = self._own_plan()
-        if planned is None or agreed.phase is not Phase.PLAN:
+        plan = self._own_plan()
+        if plan is None or agreed.phase is not Phase.PLAN:
             phase = Phase.PAUSED if agreed.phase is Phase.PLAN else agreed.phase  # the next agreement plans again
-            plan = self._maker.plan_with(agreed.actions)
-            return Planned(
-                batch, self._budget.limit_bytes, plan, phase=phase, attempts=agreed.attempts, actions=agreed.actions
-            )
-        is_new = planned.measured_bytes is None and batch == planned.batch
-        is_checked = (is_new or self._budget.watch.is_due) and self._failures < MOST_FAILURES
-        return dataclasses.replace(planned, phase=Phase.CHECK if is_checked else Phase.PLAN)
+            return StepPlan(phase, batch, self.maker.plan_with(agreed.actions), agreed.actions, agreed.attempts)
+        is_new = plan.measured_bytes is None and batch == plan.batch
+        is_due = (is_new or self.budget.watch.is_due) and self.failures < MOST_FAILURES
+        return plan.step(Phase.CHECK if is_due else Phase.PLAN)
 
-    def _own_plan(self) -> Planned | None:
+    def _own_plan(self) -> BatchPlan | None:
         """This rank's prediction of the plan that all have agreed on; None if it does not hold any more."""
-        return next((planned for batch, planned in self.plans.items() if batch.state == self._state.present), None)
-
-    def _make_room(self, base: nn.Module, record: Installation) -> None:
-        """Only note that steps have more forwards: no rank can take another plan in the middle of a step."""
-        assert self.planned is not None
-        if len(self._forwards.current) > len(self.planned.batch.forwards):
-            self._forwards.learn()
-
-    def _begin(self, record: Installation, base: nn.Module, running: nn.Module, planned: Planned, *batch: Any) -> None:
-        if planned.phase is not Phase.RACE:  # whole optimizer steps are timed
-            super()._begin(record, base, running, planned, *batch)
+        return next((plan for batch, plan in self.plans.items() if batch.state == self.state.present), None)
 
     # --- what ranks agree on ---
 
@@ -187,8 +179,6 @@ class RanksSession(Session):
         if not self._has_run or self.agreed.phase is Phase.GIVEN_UP:
             return
         self._has_run = False
-        if self.recorder is not None and self.recorder.has_ended:
-            self._store(self.recorder, 0)
         if self._entrants:
             self._go_on_racing()
         elif self.agreed.phase is not Phase.PLAN or any(self._of_all(self._is_void)):
@@ -257,8 +247,8 @@ class RanksSession(Session):
 
     def _batches(self) -> list[Batch]:
         """The largest batches of the present state whose step is known, or may be, the largest first."""
-        present = [batch for batch in self._seen if batch.state == self._state.present]
-        hopeful = [b for b in present if self._trials[b] < MOST_TRIALS or self._measurements.knows(b)]
+        present = [batch for batch in self._seen if batch.state == self.state.present]
+        hopeful = [b for b in present if self._trials[b] < MOST_TRIALS or self.measurements.knows(b)]
         return sorted(hopeful, key=lambda batch: -batch.elements)
 
     def _is_void(self) -> bool:
@@ -266,32 +256,32 @@ class RanksSession(Session):
         if self._own_plan() is None:
             return True
         new = [batch for batch in self._batches() if batch not in self._planned_for]
-        return any(not self._measurements.knows(b) or self._excess(b, self.agreed.actions) for b in new)
+        return any(not self.measurements.knows(b) or self._excess(b, self.agreed.actions) for b in new)
 
     def _lacking(self) -> Agreed | None:
         """What this rank still has to measure; None if it knows its largest steps."""
         batches = self._batches()
-        planned = self._own_plan()
-        if planned is not None and planned.plan.prediction is None:  # blocks save nothing, so that none is recomputed
+        plan = self._own_plan()
+        if plan is not None and plan.plan.prediction is None:  # blocks save nothing, so that none is recomputed
             return Agreed(Phase.PLAN)
-        if not batches or self._failures >= MOST_FAILURES:
+        if not batches or self.failures >= MOST_FAILURES:
             return Agreed(Phase.GIVEN_UP)
         for batch in batches:
             # Backwards are not tried: a recomputation that does not stop early, as that of a trial, frees parameters
             # that backward has gathered before. Their peak under `full` is a bound.
-            if self._measurements.lacks_forwards(batch) and self._trials[batch] < MOST_TRIALS:
+            if self.measurements.lacks_forwards(batch) and self._trials[batch] < MOST_TRIALS:
                 self._trials[batch] += 1
-                return Agreed(Phase.MEASURE, attempts=self._measurements.forwards_to_try(batch))
-        if not self._can_time or self._measurements.timed >= TIMED_STEPS:
+                return Agreed(Phase.MEASURE, attempts=self.measurements.forwards_to_try(batch))
+        if not self._can_time or self.measurements.timed >= TIMED_STEPS:
             return None
-        timed = self._measurements.actions_to_time(batches[0], self._maker.limit_of_attempts(batches[0]))
+        timed = self.measurements.actions_to_time(batches[0], self.maker.limit_of_attempts(batches[0]))
         return Agreed(Phase.TIME, timed) if timed else None
 
     def _proposals(self) -> list[Actions]:
         """The plans that may be the fastest for the largest batch."""
-        self.entered = self._maker.enter(self._batches()[0])
+        self.entered = self.maker.enter(self._batches()[0])
         plans = [entrant.plan for entrant in self.entered.entrants]
-        return [{block.name: action for block, action in plan.actions if action != self._least} for plan in plans]
+        return [{block.name: action for block, action in plan.actions if action != self.least} for plan in plans]
 
     def _judged(self, actions: Actions) -> Judged:
         batches = self._batches()
@@ -300,11 +290,11 @@ class RanksSession(Session):
         return Judged(max(self._excess(batch, actions) for batch in batches), seconds)
 
     def _excess(self, batch: Batch, actions: Actions) -> int:
-        return max(0, self._costs_with(batch, actions).peak(actions) - self._budget.limit_bytes)
+        return max(0, self._costs_with(batch, actions).peak(actions) - self.budget.limit_bytes)
 
     def _costs_with(self, batch: Batch, actions: Actions) -> Costs:
         """The costs in which all of these actions are."""
-        variants = self._maker.costs_with_host(batch)
+        variants = self.maker.costs_with_host(batch)
         return next((costs for costs in variants if {*actions.values()} <= {*costs.actions}), variants[0])
 
     def _take(self, actions: Actions) -> Agreed:
@@ -314,30 +304,34 @@ class RanksSession(Session):
         batch = self._planned_for[0]
         costs = self._costs_with(batch, actions)
         selection = Selection(costs, costs.choice(actions))
-        plan = selection.plan(self._budget.limit_bytes, compat.devices.device_name(self._devices))
+        plan = selection.plan(self.budget.limit_bytes, compat.devices.device_name(self.devices))
         prediction = plan.prediction
         assert prediction is not None
-        entrant = Entrant(
-            self._measurements.actions, self._maker.plan_with(actions, prediction), prediction.step_seconds
-        )
+        entrant = Entrant(self.measurements.actions, self.maker.plan_with(actions, prediction), prediction.step_seconds)
         # On a rank on which it does not fit, none does that fits on all ranks.
         hints = ("fewer tokens",) if self._judged(actions).excess_bytes else ()
         self.plans.clear()
-        self._plan_of_winner(Entered(batch, (entrant,), hints))
+        self.entered = Entered(batch, (entrant,), hints)
+        self._plan_winner()
         return Agreed(Phase.PLAN, actions)
 
 
 class _Agreeing:
-    """Lets a session agree before an optimizer of ZeRO-3 steps. A hook of the process must not hold the session."""
+    """Lets ranks agree before an optimizer of ZeRO-3 steps. A hook of the process must not hold the session."""
 
-    def __init__(self, session: RanksSession) -> None:
+    def __init__(self, session: Session, planning: RanksPlanning) -> None:
         self._session = weakref.ref(session)
+        self._planning = weakref.ref(planning)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> None:
         session = self._session()
+        planning = self._planning()
         base = None if session is None else session.base
-        if session is not None and base is not None and optimizer in compat.distributed.zero3_optimizers(base):
-            session.agree()
+        if session is None or planning is None or base is None:
+            return
+        if optimizer in compat.distributed.zero3_optimizers(base):
+            session.store_ended()
+            planning.agree()
 
 
 def _refuse_without_common_step(base: nn.Module, policy: str) -> None:
@@ -351,7 +345,11 @@ def _refuse_without_common_step(base: nn.Module, policy: str) -> None:
 
 
 def session_for(base: nn.Module, record: Installation) -> Session:
-    """Make the session of a model. Raises what `Session` and `RanksSession` raise."""
-    if compat.distributed.ranks_recompute_together(base):
-        return RanksSession(base, record)
-    return Session(base, record)
+    """Make the session of a model. Raises what `Planning` and `RanksPlanning` raise."""
+    if not compat.distributed.ranks_recompute_together(base):
+        return Session(base, record, Planning(base, record))
+    planning = RanksPlanning(base, record)
+    session = Session(base, record, planning)
+    handle = compat.optimizers.call_before(_Agreeing(session, planning))
+    planning.ends = weakref.finalize(base, handle.remove)
+    return session

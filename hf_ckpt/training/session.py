@@ -1,36 +1,12 @@
 """The policies `budget` and `auto` in a run: measure the first steps, then plan with the measurements.
 
-A session sees every training batch before its forward. A batch size whose plan exists, or that a larger batch's plan
-covers, runs under it. Otherwise the step is for the first of these phases that is still to be done, see `phases`:
+A session sees every training batch before its forward. A forward that belongs to the step before only gets room, see
+`Session.on_batch`. Any other one begins a step. Then the session stores what the step before has shown, looks for
+changes of the model, asks its `Planning` what the new step is for, enables the plan of that, and begins to measure.
 
-| phase | its steps run under | it ends |
-|---|---|---|
-| *warm-up* | what keeps least, unmeasured | after two steps under DDP |
-| *measure* | what keeps least; the recomputations try other actions | after two steps of about this size |
-| *time* | a mixture of actions | after `TIMED_STEPS` steps |
-| *race* | the plans that may be the fastest, in turn | after `RACE_STEPS` steps of each |
-| *check* | the plan; its first step is measured | after that step |
-| *plan* | the plan of the batch | |
-| *given up* | what keeps least | |
-| *paused* | what keeps least: a forward has no room under the plan; unmeasured | after that step |
-
-What happens in a step, see `Session.on_batch`: a forward that belongs to the step before only gets room. Any other one
-begins a step. Then the session stores what the step before has shown (`_finish`), looks for changes of the model, and
-takes the first phase in which something is left to do (`_next`). It enables the plan of that phase, and begins to
-measure.
-
-If the peak of a checked step exceeds the budget, the limit of all later plans is lower by what it needed more than was
-predicted. `full` keeps least, or `full+tiles` where the spec has `mlp`: see `planner.policies.least`; in segments, if
-the spec has them. What `full` itself needs follows from such a step, see `measure.levels.as_held`. With compiled blocks
-it is share 0, single blocks try other shares in their forward, and a step that compiles a graph is not used. A
-step that is not what was expected (an exception, another forward, gradients that were not cleared) is not used either,
-and the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured. A
-forward without a backward is no step.
-
-Later steps are watched: see `budget`. The first one above the budget voids all plans, and steps are measured again. If
-that does not help, the limit is lower, too.
-
-No batch ends a run: if no plan fits, the session uses the one with the lowest peak, and warns once.
+A step that is not what was expected (an exception, another forward, gradients that were not cleared) is not used, and
+the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured. A forward
+without a backward is no step.
 
 What a step needs also depends on which parameters are trained, their bytes, autocast's type, the modes of modules and
 their attention. In another state of the model, steps are measured again; also once an optimizer has added to its state,
@@ -40,9 +16,8 @@ Each rank has its own session, because actions do not change the collective oper
 sessions tell each other nothing: ranks may run other numbers of forwards, and one that asked in a forward could wait
 for ever. They also race by themselves: waiting for a slower rank takes the same time under every plan.
 
-Who does what: `phases` decides what a step is for and which plan is the fastest, `plans` makes plans, a `Recorder`
-measures one step, `measurements` has what is known of blocks, `batches` and `states` have what a step and its plan
-depend on, and `budget` the limit of plans.
+Who does what: a `Planning` decides what a step is for, with `phases`, `plans`, `measurements` and `budget`; a
+`Recorder` measures one step; `batches` and `states` have what a step and its plan depend on.
 """
 
 from __future__ import annotations
@@ -51,8 +26,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -65,70 +39,49 @@ from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.logs import tell
 from hf_ckpt.measure.levels import saves_nothing
-from hf_ckpt.models.blocks import find_blocks
-from hf_ckpt.spec.actions import COMPILED, Action
 from hf_ckpt.spec.description import Description
-from hf_ckpt.spec.plan import Prediction
 from hf_ckpt.training.batches import Batch, StepForwards
-from hf_ckpt.training.budget import Budget
-from hf_ckpt.training.measurements import TIMED_STEPS, Measurements
-from hf_ckpt.training.phases import MEASURED, MOST_FAILURES, TIMED, Entered, Phase, Race, phases_for
-from hf_ckpt.training.plans import PlanMaker, Planned, actions_to_choose
+from hf_ckpt.training.phases import MOST_FAILURES, TIMED, Phase
+from hf_ckpt.training.planning import Planning
+from hf_ckpt.training.plans import StepPlan
 from hf_ckpt.training.recorder import Recorder, counted_levels, refuse_compiled, timed_levels
-from hf_ckpt.training.states import ModelState, OptimizerStates
-from hf_ckpt.units import format_bytes
+from hf_ckpt.training.states import OptimizerStates
 
 log = logging.getLogger(__name__)
 
 GAVE_UP = f"gave up after {MOST_FAILURES} steps in a row that could not be measured"
 
 
+class Between(NamedTuple):
+    """Memory between two steps."""
+
+    bytes: int
+    """Alive when the next step begins."""
+    peak_bytes: int
+    """The most that were alive since the backward ended; 0 if that may have been in an evaluation, or is stored."""
+
+
 class Session:
-    """The measurements and plans of one model in one run.
+    """Measures the steps of one model in one run, and enables the plan that each of them runs under.
 
     Args:
         base: the model, plain.
         record: the record of hf_ckpt on it.
-
-    Raises `InfeasibleError` if the model itself needs more than the budget.
+        planning: decides what each step is for.
     """
 
-    def __init__(self, base: nn.Module, record: Installation) -> None:
-        blocks = find_blocks(base)
+    def __init__(self, base: nn.Module, record: Installation, planning: Planning) -> None:
         self._base = weakref.ref(base)
-        self._spec = record.spec
-        self._name = blocks.class_name
-        self._devices = compat.distributed.devices_of_model(base)
-        self._budget = Budget(record.spec, base, self._devices)
-        actions = actions_to_choose(self._spec)
-        self._least = actions[-1]
-        """The action that keeps least."""
-        if self._least == COMPILED:
-            refuse_compiled(base, self._devices, self._spec.policy)
-        # Blocks of stacks for which a rule says what they get, and that.
-        fixed = {block.name: action for block, action in record.plan.actions if self._spec.is_fixed(block.stack)}
-        skips = compat.transformers.skips_blocks(base)
-        self._measurements = Measurements(blocks, actions, {**fixed, **record.avoided}, skips)
-        self._state = ModelState(base, self._devices)
-        parameters_stay = self._state.parameters_stay
-        self._maker = PlanMaker(blocks, record, self._devices, self._measurements, self._budget, parameters_stay)
-        self._race = Race()
+        self.planning = planning
+        self._budget_watch = planning.budget.watch
+        self._state = planning.state
         self._optimizers = OptimizerStates()
         self._forwards = StepForwards()
 
-        self.plans: dict[Batch, Planned] = {}
-        """The plans of the run, by their batch."""
-        self.entered: Entered | None = None
-        """The plans that race, or that have raced."""
-        self.planned: Planned | None = None
-        """What is planned for the last batch; None before the first."""
+        self.planned: StepPlan | None = None
+        """What the last step is for; None before the first."""
         self.recorder: Recorder | None = None
         """What measures the current step; None if it is not measured."""
-        self.measured_steps = 0
-        self._warm_steps = 0
-        """Steps of the warm-up so far."""
-        self._failures = 0
-        """Steps in a row that could not be measured."""
         self._thread = 0
         """The thread whose training forward runs; 0 without one."""
         self._idle: dict[Region, int] = {}
@@ -137,10 +90,6 @@ class Session:
         """Refers to the graphs of the forwards of a step that is not measured: see `watch_graphs`."""
         self._other_forwards = 0
         """`Installation.other_forwards` when the last measured step ended."""
-        self._told: frozenset[Action] = frozenset()
-        """The actions of the last plan that the user was told of."""
-        self._has_warned = False
-        """Whether the user was told that no plan fits."""
 
     # --- what others call ---
 
@@ -162,8 +111,8 @@ class Session:
             self._make_room(base, record)
             return
         # The last step belongs to the model as it was. What changes now may then make the session forget it.
-        start_bytes = self._finish(record)
-        if self._budget.watch.is_open:
+        between = self._finish(record)
+        if self._budget_watch.is_open:
             self._judge()
         self._look_for_changes(base)
         state = self._state.present
@@ -172,15 +121,15 @@ class Session:
         batch = Batch(self._forwards.begin(forward, has_gradients, state), has_gradients, state)
         self._optimizers.has_stepped = False
         self._graphs = None
-        if start_bytes is not None:
-            self._measurements.learn_start(batch, start_bytes)
-        planned = self._next(batch)
+        if between is not None:
+            self.planning.measurements.learn_start(batch, between.bytes, between.peak_bytes)
+        planned = self.planning.next(batch)
         self._enable(planned, base, record)
-        if planned.phase is Phase.PLAN and not planned.over:
-            self._budget.watch.begin()
+        if planned.phase is Phase.PLAN and not planned.is_over:
+            self._budget_watch.begin()
             return
-        self._budget.watch.close()
-        if planned.phase in MEASURED:
+        self._budget_watch.close()
+        if planned.phase in self.planning.measured_phases:
             self._begin(record, base, running, planned, args, kwargs)
 
     def after_forward(self, output: Any) -> None:
@@ -189,10 +138,10 @@ class Session:
         if output is None:
             # No backward will end this step, and a count of live tensors would slow down what the user runs next.
             self._forwards.current.clear()
-            self._budget.watch.notice()
+            self._budget_watch.notice()
             if self.recorder is not None:
                 self._drop()
-                self._failed()
+                self.planning.failed()
         elif self.recorder is not None:
             self.recorder.boundaries.finish(output)
         else:
@@ -203,9 +152,9 @@ class Session:
         is not one of the step."""
         if self.recorder is not None and self.recorder.has_ended:
             self.recorder.levels.stop()  # an optimizer's step starts it again
-        if self._budget.watch.is_open and not self._goes_on():
+        if self._budget_watch.is_open and not self._goes_on():
             self._judge()
-            self._budget.watch.close()
+            self._budget_watch.close()
 
     def stop(self, record: Installation) -> None:
         """Stop measuring. If the last step has ended, store its measurements first."""
@@ -213,43 +162,24 @@ class Session:
             self._finish(record)
         self._drop()
         self.before_others()
-        self._budget.watch.notice()
+        self._budget_watch.notice()
 
     def close(self) -> None:
         """End what outlives a pause of the plan: an optimizer may step in it."""
         self._optimizers.stop()
+        self.planning.close()
 
     def lower_limit(self) -> str | None:
         """Memory has run out in this step: try less, or plan for less, from now on. Returns what is done, in words.
 
-        None before the first step; if the step ran under what keeps least, and tried nothing; or if its plan was above
-        the limit already, as no plan fits.
+        None before the first step, and if nothing needs less.
         """
-        planned = self.planned
-        if planned is None:
-            return None
-        if any(tried.shown or tried.last for tried in planned.attempts.values()):
-            self._end_failed()
-            return self._measurements.try_less(planned.shows_forwards)
-        prediction = planned.plan.prediction
-        if prediction is None and not planned.actions:
-            return None
-        if prediction is not None:  # an evaluation may have voided what it was made from
-            peak_bytes = prediction.peak_bytes
-        else:
-            peak_bytes = self._measurements.costs(planned.batch).peak(planned.actions)
-        if peak_bytes > self._budget.limit_bytes:
-            return None
-        self._end_failed()
-        self._budget.lower_after_failure(peak_bytes)
-        self.plans.clear()
-        return f"plans for at most {format_bytes(self._budget.limit_bytes)}"
-
-    def _end_failed(self) -> None:
-        """Forget a step in which memory has run out."""
-        self._drop()
-        self._forwards.current.clear()  # the retry is another step
-        self._budget.watch.close()  # so the peak of this one, which is above the budget, voids no plan as well
+        change = None if self.planned is None else self.planning.lower_limit(self.planned)
+        if change is not None:
+            self._drop()
+            self._forwards.current.clear()  # the retry is another step
+            self._budget_watch.close()  # so the peak of this one, which is above the budget, voids no plan as well
+        return change
 
     @property
     def base(self) -> nn.Module | None:
@@ -267,7 +197,8 @@ class Session:
     @property
     def measured_bytes(self) -> int | None:
         """The measured peak of the current plan's first step; None if it was not measured."""
-        return None if self.planned is None else self.planned.measured_bytes
+        plan = None if self.planned is None else self.planned.of_batch
+        return None if plan is None else plan.measured_bytes
 
     @property
     def gave_up(self) -> bool:
@@ -276,153 +207,23 @@ class Session:
 
     def room_bytes(self) -> int:
         """Return the bytes of the budget that the plan of a batch leaves to a check."""
-        planned = self.planned
-        assert planned is not None
-        prediction = planned.plan.prediction  # None if blocks save nothing, so that there is nothing to check
-        return planned.limit_bytes - max(planned.measured_bytes or 0, prediction.peak_bytes if prediction else 0)
+        plan = None if self.planned is None else self.planned.of_batch
+        assert plan is not None
+        prediction = plan.plan.prediction  # None if blocks save nothing, so that there is nothing to check
+        return plan.limit_bytes - max(plan.measured_bytes or 0, prediction.peak_bytes if prediction else 0)
 
     def described(self, description: Description) -> Description:
         """Return a description with the plans of the run, the smallest batch first, and the peak of the current one."""
-        in_order = sorted(self.plans.values(), key=lambda planned: planned.batch.elements)
-        plans = {str(planned.batch): planned.plan for planned in in_order}
-        measuring = GAVE_UP if self.gave_up else description.measuring
-        voided = self._budget.watch.voided
-        described = dataclasses.replace(description, plans=plans, measuring=measuring, voided=voided)
-        without = None if self.planned is None else self.planned.without
-        return dataclasses.replace(described, measured_bytes=self.measured_bytes, without=without)
-
-    # --- what a step is for: a method for each phase returns its plan, or None if nothing is left to do in it ---
-
-    def _next(self, batch: Batch) -> Planned:
-        """Return the plan for the step of a batch: that of the first phase in which something is left to do."""
-        # A plan made for exactly this batch wins over that of a larger one, which recomputes more.
-        served = self.plans.get(batch) or self._covering(batch)
-        needs_warm_up = compat.distributed.has_process_group()  # DDP builds its gradient buckets in the first two steps
-        phases = phases_for(
-            is_warm=self._warm_steps >= 2 or not needs_warm_up,
-            failures=self._failures,
-            has_plan=served is not None,
-            # A larger batch checks its plan with a step of its own, which needs more than this one.
-            is_checked=served is not None
-            and not self._budget.watch.is_due
-            and (served.batch != batch or served.phase is Phase.PLAN or served.measured_bytes is not None),
+        in_order = sorted(self.planning.plans.values(), key=lambda plan: plan.batch.elements)
+        current = None if self.planned is None else self.planned.of_batch
+        return dataclasses.replace(
+            description,
+            plans={str(plan.batch): plan.plan for plan in in_order},
+            measuring=GAVE_UP if self.gave_up else description.measuring,
+            voided=self._budget_watch.voided,
+            measured_bytes=self.measured_bytes,
+            without=None if current is None else current.without,
         )
-        for phase in phases:
-            planned = self._to(phase, batch, served)
-            if planned is not None:
-                return planned
-        raise AssertionError("a batch whose steps are known has a plan")
-
-    def _to(self, phase: Phase, batch: Batch, served: Planned | None) -> Planned | None:
-        """Return the plan of a step for this phase; None if nothing is left to do in it.
-
-        `served` is the plan that was made for the batch, or for one that covers it.
-        """
-        match phase:
-            case Phase.PLAN | Phase.CHECK if served is not None:
-                return served if served.phase is phase else dataclasses.replace(served, phase=phase)
-            case Phase.MEASURE:
-                return self._to_measure(batch)
-            case Phase.TIME:
-                return self._to_time(batch)
-            case Phase.RACE:
-                return self._to_race(batch)
-            case Phase.CHECK:
-                return self._to_check()
-            case Phase.WARM_UP:
-                self._warm_steps += 1
-        return self._maker.keeping_least(batch, phase)  # to warm up, or because it has given up
-
-    def _to_measure(self, batch: Batch) -> Planned | None:
-        """The next step that shows something of the memory of a batch.
-
-        The first step of a batch is measured even if it tries nothing: all others are compared with it. Compiled blocks
-        are not recomputed as a whole.
-        """
-        measurements = self._measurements
-        runs_in_forward = self._least == COMPILED
-        if measurements.lacks_forwards(batch):
-            attempts = {} if runs_in_forward else measurements.forwards_to_try(batch)
-            return self._maker.keeping_least(batch, Phase.MEASURE, attempts=attempts)
-        if runs_in_forward:
-            actions = measurements.actions_to_run(batch, self._maker.limit_of_attempts(batch))
-            return self._maker.keeping_least(batch, Phase.MEASURE, actions) if actions else None
-        if not measurements.lacks_backwards(batch):
-            return None
-        room = self._maker.limit_of_attempts(batch) - self._maker.peak_of_least(batch)
-        attempts = measurements.backwards_to_try(batch, measurements.costs(batch).peak({}) + room)
-        return self._maker.keeping_least(batch, Phase.MEASURE, attempts=attempts) if attempts else None
-
-    def _to_time(self, batch: Batch) -> Planned | None:
-        """The next step whose times are read, of a batch whose memory is known."""
-        measurements = self._measurements
-        if measurements.timed >= TIMED_STEPS:
-            return None
-        actions = measurements.actions_to_time(batch, self._maker.limit_of_attempts(batch))
-        return self._maker.keeping_least(batch, Phase.TIME, actions) if actions else None
-
-    def _to_race(self, batch: Batch) -> Planned | None:
-        """The next step under a plan that may be the fastest, of a batch whose memory and times are known."""
-        self.entered = self._maker.enter(batch)
-        entrant = self._race.next(self.entered.entrants)
-        if entrant is None:
-            return None
-        return Planned(batch, self._budget.limit_bytes, entrant.plan, phase=Phase.RACE)
-
-    def _to_check(self) -> Planned:
-        """The first step under the plan of a batch, which the race has shown."""
-        assert self.entered is not None
-        return self._plan_of_winner(self.entered)
-
-    def _plan_of_winner(self, entered: Entered) -> Planned:
-        """Make the winner of a race the plan of its batch, which is to be checked, and tell the user."""
-        winner = self._race.winner(entered.entrants)
-        assert winner.plan.prediction is not None
-        limit_bytes = self._budget.limit_bytes
-        # The budget of a prediction is what `Prediction` compares its peak with: the limit, which may be lower.
-        prediction = dataclasses.replace(winner.plan.prediction, step_seconds=winner.seconds, budget_bytes=limit_bytes)
-        plan = dataclasses.replace(winner.plan, prediction=prediction)
-        phase = Phase.CHECK if self._needs_check(entered.batch) else Phase.PLAN
-        called = {name for name, _ in self._measurements.bound(entered.batch).names}
-        idle = frozenset(self._measurements.blocks.keys() - called)
-        without = self._maker.without(entered.batch, winner)
-        planned = Planned(entered.batch, limit_bytes, plan, bool(entered.hints), phase, idle=idle, without=without)
-        self.plans[entered.batch] = planned
-        self._tell_of(planned, prediction, entered.hints)
-        return planned
-
-    def _tell_of(self, planned: Planned, prediction: Prediction, hints: Sequence[str]) -> None:
-        """Tell the user of the plan of a batch, and what would lower its peak if it does not fit."""
-        text = "hf_ckpt: %s: planned for %s (`%s`): %s; %s, from %d measured steps"
-        kinds = frozenset(action for _, action in planned.plan.actions)
-        # With batches of many lengths, each has a plan, but most differ only in how many blocks have which action.
-        say = log.debug if kinds == self._told else tell
-        summary = planned.plan.summary()
-        say(text, self._name, planned.batch, self._spec.policy, summary, prediction, self.measured_steps)
-        self._told = kinds
-        if planned.over and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "hf_ckpt: no plan fits into %s (%s). Using the fastest plan near the lowest peak, %s. What "
-                "would lower it: %s",
-                format_bytes(planned.limit_bytes),
-                planned.batch,
-                format_bytes(prediction.peak_bytes),
-                "; ".join(hints),
-            )
-
-    def _needs_check(self, batch: Batch) -> bool:
-        """Whether to measure the first step under the plan of a batch: not if a plan was measured of one that differs
-        only in its length, and so many lengths were measured that this one follows from them."""
-        checked = [other for other, planned in self.plans.items() if planned.measured_bytes is not None]
-        is_like_them = any(batch.length_of(other) is not None for other in checked)
-        return not (is_like_them and self._measurements.follows(batch))
-
-    def _covering(self, batch: Batch) -> Planned | None:
-        """The plan of the smallest batch that covers this one and is hardly larger; None without one."""
-        near = [larger for larger in self.plans if larger.covers(batch) and larger.is_near(batch)]
-        smallest = min(near, key=lambda larger: larger.elements, default=None)
-        return None if smallest is None else self.plans[smallest]
 
     # --- a step ---
 
@@ -439,34 +240,34 @@ class Session:
     def _look_for_changes(self, base: nn.Module) -> None:
         """Forget what does not hold any more, because the model or its optimizers have changed."""
         run_more = bool(self._idle) and any(region.forwards > before for region, before in self._idle.items())
-        if self._optimizers.have_grown(base, self._devices) or run_more:
-            self._measurements.forget_steps()
-            self.plans.clear()
+        if self._optimizers.have_grown(base, self.planning.devices) or run_more:
+            self.planning.forget_steps()
         if self._state.has_changed():
             log.info("hf_ckpt: the model has changed; measuring its steps again.")
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
         """Enable the plan that keeps least if another forward of the step has no room under the current plan."""
         planned = self.planned
-        if planned is None or planned.batch.has_room_for(self._forwards.current):
-            return  # this is what the plan was made for
-        if planned.is_provisional and planned.phase is not Phase.RACE and not planned.actions:
-            return  # all blocks keep least already
-        # The step has another plan in its first forwards than in this one, so its measurements mean nothing.
-        self._drop()
+        if planned is None or planned.keeps_least or planned.batch.has_room_for(self._forwards.current):
+            return
         if len(self._forwards.current) > len(planned.batch.forwards):
             self._forwards.learn()
-        self.planned = self._maker.keeping_least(planned.batch, Phase.PAUSED)
+        if not self.planning.switches_within_steps:
+            return
+        # The step has another plan in its first forwards than in this one, so its measurements mean nothing.
+        self._drop()
+        self.planned = self.planning.maker.keeping_least(planned.batch, Phase.PAUSED)
         exchange(base, record, self.planned.plan)
 
-    def _enable(self, planned: Planned, base: nn.Module, record: Installation) -> None:
+    def _enable(self, planned: StepPlan, base: nn.Module, record: Installation) -> None:
         """Give the blocks of the model the functions of a plan."""
         for name, attempts in planned.attempts.items():
             record.functions.make_for_trials(name, attempts)
         self.planned = planned
         exchange(base, record, planned.plan)
         self._idle.clear()
-        for name in planned.idle & record.regions.keys():
+        idle = frozenset() if planned.of_batch is None else planned.of_batch.idle
+        for name in idle & record.regions.keys():
             self._idle[record.regions[name]] = record.regions[name].forwards
 
     def _refuse_threads(self, running: nn.Module) -> None:
@@ -474,36 +275,38 @@ class Session:
         thread = threading.get_ident()
         if self._thread not in (0, thread) and compat.frames.runs_in(self._thread, running):
             raise HfCkptError(
-                f"{type(running).__name__} runs a training forward in another thread, too, and `{self._spec.policy}` "
-                "plans for one step at a time. Give `full` or `selective`, or let the threads take turns."
+                f"{type(running).__name__} runs a training forward in another thread, too, and "
+                f"`{self.planning.spec.policy}` plans for one step at a time. Give `full` or `selective`, or let the "
+                "threads take turns."
             )
         self._thread = thread
 
     def _begin(
-        self, record: Installation, base: nn.Module, running: nn.Module, planned: Planned, args: Any, kwargs: Any
+        self, record: Installation, base: nn.Module, running: nn.Module, planned: StepPlan, args: Any, kwargs: Any
     ) -> None:
         """Start to measure the step that begins now. `running` is the model whose forward begins, with its wrappers."""
+        planning = self.planning
         if any(map(compat.compiler.is_compiled, running.modules())):
-            refuse_compiled(base, self._devices, self._spec.policy)
+            refuse_compiled(base, planning.devices, planning.spec.policy)
         tries = planned.phase in (Phase.MEASURE, Phase.TIME)
         in_segments = tries and any(action.made for _, action in planned.plan.actions)
-        if not self.measured_steps:
+        if not planning.measured_steps:
             where = ", in segments" if in_segments else ""
-            tell("hf_ckpt: %s: measuring the first steps, under `%s`%s", self._name, self._least, where)
+            tell("hf_ckpt: %s: measuring the first steps, under `%s`%s", planning.name, planning.least, where)
         # A hook inside of a graph of torch.compile would break the graph.
-        modules = compat.compiler.outside_graphs(running, self._measurements.modules)
-        if planned.phase is Phase.RACE and not self._measurements.skips:
+        modules = compat.compiler.outside_graphs(running, planning.measurements.modules)
+        if planned.phase is Phase.RACE and not planning.measurements.skips:
             # Only the begin and the end of the step count, so that one block is enough to see its backward. That of the
             # last block that has one comes first.
-            last = self._measurements.blocks_with_backward(self._measurements.bound(planned.batch))[-1]
+            last = planning.measurements.blocks_with_backward(planning.measurements.step_of(planned.batch))[-1]
             modules = {name: module for name, module in modules.items() if name == last}
         if planned.phase in TIMED:
-            levels = timed_levels(self._devices)
+            levels = timed_levels(planning.devices)
         else:
-            levels = counted_levels(self._devices, base, args, kwargs)
+            levels = counted_levels(planning.devices, base, args, kwargs)
         self.recorder = Recorder(record, base, modules, levels)
         self.recorder.let_try(planned.attempts, in_segments)
-        self.measured_steps += 1
+        planning.measured_steps += 1
 
     def _drop(self) -> None:
         """Stop measuring the current step."""
@@ -511,20 +314,10 @@ class Session:
             self.recorder.stop()
             self.recorder = None
 
-    def _failed(self) -> None:
-        """A step could not be measured."""
-        self._failures += 1
-        if self._failures == MOST_FAILURES:
-            log.warning(
-                "hf_ckpt: the steps of this run cannot be measured, so every block stays under `%s`. Give a "
-                "policy that needs no measuring, such as `selective`.",
-                self._least,
-            )
+    def _finish(self, record: Installation) -> Between | None:
+        """Store what the last step has shown, if it was measured.
 
-    def _finish(self, record: Installation) -> int | None:
-        """Store the measurements of the last step, if it was measured and has ended.
-
-        Returns the bytes that are alive now; None if they were not read.
+        Returns the memory since its end; None if that was not read, or was not like that of other steps.
         """
         recorder = self.recorder
         if recorder is None:
@@ -532,145 +325,66 @@ class Session:
         self._drop()
         reader = recorder.levels.reader
         # The reader was last read when the backward ended, so its peak is that of the time since.
-        alive_bytes, outside_peak_bytes = (None, 0) if reader is None else reader.read()
-        if record.other_forwards != self._other_forwards:  # it may be that of an evaluation
-            outside_peak_bytes = 0
+        between = None if reader is None else Between(*reader.read())
+        if between is not None and record.other_forwards != self._other_forwards:  # it may be that of an evaluation
+            between = between._replace(peak_bytes=0)
         self._other_forwards = record.other_forwards
-        if not recorder.is_stored:
-            return alive_bytes if self._store(recorder, outside_peak_bytes) else None
-        if alive_bytes is not None:
-            assert self.planned is not None
-            self._measurements.learn_start(self.planned.batch, alive_bytes, outside_peak_bytes)
-        return None
+        if recorder.is_stored:
+            return between
+        is_like_others = self._store(recorder, 0 if between is None else between.peak_bytes)
+        return between._replace(peak_bytes=0) if is_like_others and between is not None else None
+
+    def store_ended(self) -> None:
+        """If the step has ended, store what it has shown, before an optimizer steps."""
+        if self.recorder is not None and self.recorder.has_ended and not self.recorder.is_stored:
+            self._store(self.recorder, 0)
 
     def _store(self, recorder: Recorder, outside_peak_bytes: int) -> bool:
-        """Store what a step has shown. Returns whether it was measured."""
+        """Store what a step has shown. Returns whether it was like other steps."""
+        planned = self.planned
+        assert planned is not None
         recorder.is_stored = True
         step = recorder.step(outside_peak_bytes)
-        if step is None:
-            if saves_nothing(recorder.levels.levels()):
-                self._keep_all()
-            elif recorder.had_backward or self._optimizers.has_stepped:  # else it was no step, but a forward
-                self._failed()
-                self._judge_unusable(recorder)
-            return False
-        self._failures = 0
-        # A head whose weight FSDP frees between calls cannot run in chunks.
-        can_chunk = self._spec.head == "whole" and self._state.parameters_stay
-        self._maker.chunks_help = can_chunk and recorder.boundaries.chunks_help
-        assert self.planned is not None
-        self._forwards.learn()
-        self._learn(self.planned, recorder, step)
-        return True
+        if step is not None:
+            self._learn(planned, recorder, step)
+        elif saves_nothing(recorder.levels.levels()):
+            self.planning.keep_all(planned.batch)
+        elif recorder.had_backward or self._optimizers.has_stepped:  # else it was no step, but a forward
+            self.planning.failed()
+            self._judge_unusable(planned, recorder)
+        return step is not None
 
-    def _keep_all(self) -> None:
-        """Plan for a batch whose blocks save nothing: `keep` on all of them, which has nothing to predict."""
-        assert self.planned is not None
-        plan = self._maker.keeping_all()
-        planned = dataclasses.replace(self.planned, plan=plan, phase=Phase.PLAN, attempts={}, measured_bytes=0)
-        if not self.plans:
-            text = "hf_ckpt: %s: no block saves anything for the backward of %s, so all have `%s`"
-            tell(text, self._name, planned.batch, self._measurements.actions[0])
-        self.plans[planned.batch] = planned
-        self._budget.watch.checked()
-
-    def _learn(self, planned: Planned, recorder: Recorder, step: Step) -> None:
+    def _learn(self, planned: StepPlan, recorder: Recorder, step: Step) -> None:
         """Store what a measured step has shown."""
-        batch = dataclasses.replace(planned.batch, forwards=tuple(self._forwards.current))
-        match planned.phase:
-            case Phase.MEASURE:
-                self._learn_bytes(planned, batch, step)
-            case Phase.TIME:
-                self._measurements.learn_times(batch, step, planned.actions)
-            case Phase.RACE:
-                self._learn_race(planned, batch, step, recorder.levels.nanoseconds())
-            case Phase.CHECK:
-                self._check(planned, batch, step)
+        planning = self.planning
+        planning.failures = 0
+        # A head whose weight FSDP frees between calls cannot run in chunks.
+        can_chunk = planning.spec.head == "whole" and self._state.parameters_stay
+        planning.maker.chunks_help = can_chunk and recorder.boundaries.chunks_help
+        self._forwards.learn()
+        nanoseconds = recorder.levels.nanoseconds() if planned.phase is Phase.RACE else 0
+        planning.learn(planned, self._batch_of(planned), step, nanoseconds)
 
-    def _learn_bytes(self, planned: Planned, batch: Batch, step: Step) -> None:
-        """Store what actions keep and need. All steps but the first are compared with what was expected of them."""
-        if planned.shows_forwards:
-            self._measurements.learn_forwards(batch, step)
-        elif batch != planned.batch:
-            return
-        elif planned.actions:
-            self._measurements.learn_actions(batch, step, planned.actions)
-        else:
-            self._measurements.learn_backwards(batch, step)
-
-    def _learn_race(self, planned: Planned, batch: Batch, step: Step, nanoseconds: int) -> None:
-        """Store the time of a step under a plan that may be the fastest."""
-        if batch != planned.batch or self.entered is None:
-            return
-        if self._measurements.skips:  # the predictions are for steps that skip nothing
-            nanoseconds = nanoseconds * len(self._measurements.bound(batch).calls) // len(step.calls)
-        self._race.learn(planned.plan, self.entered.entrants, nanoseconds)
+    def _batch_of(self, planned: StepPlan) -> Batch:
+        """What the step really was; what it was expected to be after a forward that failed."""
+        forwards = tuple(self._forwards.current) or planned.batch.forwards
+        return dataclasses.replace(planned.batch, forwards=forwards)
 
     # --- the budget ---
 
-    def _check(self, planned: Planned, batch: Batch, step: Step) -> None:
-        """Store the measured peak of a plan's first step, or compare that of a later one with the budget."""
-        # What was alive only in this step, such as the graph of one that failed before, does not count.
-        start_bytes = self._measurements.bound(planned.batch).start_bytes
-        peak_bytes = start_bytes + step.peak_bytes - step.start_bytes
-        is_first = planned.measured_bytes is None
-        self._budget.watch.checked()
-        if is_first and batch != planned.batch:
-            return  # a step that needs less says nothing
-        if is_first and batch in self.plans:
-            self.plans[batch] = dataclasses.replace(planned, phase=Phase.PLAN, measured_bytes=peak_bytes)
-        if peak_bytes <= self._budget.bytes or planned.over:
-            return
-        if is_first:
-            self._lower(planned, peak_bytes)
-        else:
-            self._void(planned, peak_bytes, step.start_bytes)
-
     def _judge(self) -> None:
         """Compare the peak of the step under a plan that has ended with the budget."""
-        alive_bytes, peak_bytes = self._budget.watch.read()
-        assert self.planned is not None
-        served = self.plans.get(self.planned.batch)
-        if served is None or served.plan.prediction is None:  # blocks save nothing, so that no plan needs less
-            return
-        if peak_bytes > self._budget.bytes:
-            self._void(self.planned, peak_bytes, alive_bytes)
-
-    def _judge_unusable(self, recorder: Recorder) -> None:
-        """Compare the peak of a check step that shows nothing else, such as one of two backwards, with the budget."""
+        alive_bytes, peak_bytes = self._budget_watch.read()
         planned = self.planned
         assert planned is not None
-        peak_bytes = recorder.peak_bytes
-        if planned.phase is Phase.CHECK and not planned.over and peak_bytes > self._budget.bytes:
-            self._void(planned, peak_bytes, recorder.levels.levels()[0].bytes)
-
-    def _void(self, planned: Planned, peak_bytes: int, start_bytes: int) -> None:
-        """Measure again what a plan was made from, since a later step has exceeded the budget.
-
-        Args:
-            planned: the plan.
-            peak_bytes: what the step needed.
-            start_bytes: what was alive when it began, or after it.
-        """
-        if self._budget.watch.void():
-            self._lower(planned, peak_bytes)
+        served = self.planning.plans.get(planned.batch)
+        if served is None or served.plan.prediction is None:  # blocks save nothing, so that no plan needs less
             return
-        forwards = tuple(self._forwards.current) or planned.batch.forwards  # none after a forward that failed
-        batch = dataclasses.replace(planned.batch, forwards=forwards)
-        more_bytes = start_bytes - self._measurements.bound(planned.batch).start_bytes
-        causes = [f"it was planned for {planned.batch}"] if batch != planned.batch else []
-        if more_bytes > (peak_bytes - self._budget.bytes) / 2:
-            causes.append(f"{format_bytes(more_bytes)} more are alive between steps, such as the optimizer's state")
-        text = "hf_ckpt: %s: a step of %s needed %s, above the budget of %s; steps are measured again%s"
-        sizes = format_bytes(peak_bytes), format_bytes(self._budget.bytes)
-        tell(text, self._name, batch, *sizes, "".join(f". What differs: {cause}" for cause in causes))
-        self._measurements.forget_steps()
-        self.plans.clear()
+        if peak_bytes > self.planning.budget.bytes:
+            self.planning.void(planned, self._batch_of(planned), peak_bytes, alive_bytes)
 
-    def _lower(self, planned: Planned, peak_bytes: int) -> None:
-        """Plan for less, because a step needed more than was predicted, above the budget."""
-        prediction = planned.plan.prediction
-        if prediction is None:  # blocks save nothing, so that no plan needs less
-            return
-        self._budget.lower(prediction, peak_bytes)
-        self.plans.clear()
+    def _judge_unusable(self, planned: StepPlan, recorder: Recorder) -> None:
+        """Compare the peak of a check step that shows nothing else, such as one of two backwards, with the budget."""
+        if planned.phase is Phase.CHECK and not planned.is_over and recorder.peak_bytes > self.planning.budget.bytes:
+            start_bytes = recorder.levels.levels()[0].bytes
+            self.planning.void(planned, self._batch_of(planned), recorder.peak_bytes, start_bytes)

@@ -49,7 +49,7 @@ def train(spec, graphs, family="llama", lora=False, steps=STEPS, entered=None):
         found[f"loss {seed}"] = loss.detach().cpu()
         del loss, batch
     if entered is not None:
-        entrants = installation(model).session.entered.entrants
+        entrants = installation(model).session.planning.entered.entrants
         entered.append([[action.share for _, action in entrant.plan.actions] for entrant in entrants])
     found |= {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
     return hf_ckpt.describe(model), found, seen

@@ -94,10 +94,10 @@ def test_a_budget_is_one_of_the_model_s_own_device(family, where, setting):
         train(model, batch, PLANNED)
     current = installation(model).session.planned
     assert not current.is_provisional
-    assert not current.over
+    assert not current.is_over
     assert current.plan.prediction.step_seconds > 0
     assert actions(model) != {"keep"}
-    assert current.measured_bytes > least // 2
+    assert current.of_batch.measured_bytes > least // 2
     assert ("without other models" in str(hf_ckpt.describe(model))) == (where == CPU)
     assert peak_of(model, batch) <= budget
     assert_same(expected, step(model, batch))
@@ -188,7 +188,7 @@ def test_memory_of_an_evaluation_between_two_steps_is_no_part_of_them():
             model.eval()(**without_cache(model, model_and_batch(batch=64)[1]))
         model.train()
     train(model, batch, PLANNED)
-    assert not installation(model).session.planned.over
+    assert not installation(model).session.planned.is_over
     assert peak_of(model, batch) <= budget
 
 

@@ -157,10 +157,10 @@ def test_an_interrupted_forward_does_not_hide_later_batches():
         model(**BATCH)
     handle.remove()
     enable(model)
-    measured = installation(model).session.measured_steps
+    measured = installation(model).session.planning.measured_steps
     for _ in range(2):
         model.forward(**BATCH).loss.backward()
-    assert installation(model).session.measured_steps == measured + 2
+    assert installation(model).session.planning.measured_steps == measured + 2
 
 
 # --- steps that do not train ------------------------------------------------------------------------------------------

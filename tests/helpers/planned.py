@@ -55,5 +55,5 @@ def live_peak(model, batch):
 
 def raced(model):
     """The kinds of actions of each plan that could have won the race for the last batch."""
-    entrants = installation(model).session.entered.entrants
+    entrants = installation(model).session.planning.entered.entrants
     return [{action.kind for _, action in entrant.plan.actions} for entrant in entrants]

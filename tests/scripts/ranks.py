@@ -51,7 +51,7 @@ from hf_ckpt.attach.record import installation
 from hf_ckpt.logs import forget_warnings
 from hf_ckpt.models.blocks import find_blocks
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
-from hf_ckpt.training.ranks import RanksSession
+from hf_ckpt.training.ranks import RanksPlanning
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ def in_loop(case: Case) -> dict[str, Any]:
     with theirs if counted else contextlib.nullcontext():
         expected = train(shared_plain, case)
     if case.fails and dist.get_rank() == 1:
-        RanksSession._lacking = lambda session: 1 // 0
+        RanksPlanning._lacking = lambda session: 1 // 0
     with every_message() as texts:
         model = build(case)
         shared = wrapped(model, case) if case.order == "after" else None
@@ -204,7 +204,7 @@ def in_loop(case: Case) -> dict[str, Any]:
     else:
         assert_same(expected, found)
     described = hf_ckpt.describe(shared)
-    raced = len(installation(find_blocks(model).base).session._race.ratios) if case.budget else 0
+    raced = len(installation(find_blocks(model).base).session.planning.race.ratios) if case.budget else 0
     return {
         **counts(shared, calls, texts),
         "collectives": [theirs.met, ours.met],
@@ -299,7 +299,7 @@ def in_engine(case: Case) -> dict[str, Any]:
     """Train in ZeRO-3 of DeepSpeed's engine, which gathers all parameters, however small they are."""
     expected, *_ = by_engine(case, None)
     if case.fails and dist.get_rank() == 1:
-        RanksSession._lacking = lambda session: 1 // 0
+        RanksPlanning._lacking = lambda session: 1 // 0
     with every_message() as texts:
         found, model, calls = by_engine(case, case.specs[dist.get_rank() % len(case.specs)])
     assert_same(expected, found)

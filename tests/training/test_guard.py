@@ -325,7 +325,7 @@ def test_memory_that_runs_out_in_trials_ends_no_budget(failing, taken):
     description = hf_ckpt.describe(model)
     assert [" ".join(change.split()[:2]) for change in guard.taken] == taken
     assert (description.spec["policy"], description.measuring, description.plan.head) == ("budget", None, "whole")
-    assert not installation(model).session.planned.over
+    assert not installation(model).session.planned.is_over
 
 
 def test_a_planned_policy_goes_on_with_the_next_plan_while_it_measures():

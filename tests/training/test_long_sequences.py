@@ -89,8 +89,8 @@ def test_where_full_fits_other_actions_are_tried_as_well():
     assert max(peaks) <= budget
     assert {action.kind for _, action in hf_ckpt.describe(model).plan.actions} - {"full", "full+tiles"}
     session = installation(model).session
-    costs = session._measurements.costs(session.planned.batch)
-    assert costs.peak(dict.fromkeys(session._measurements.blocks, FULL)) == pytest.approx(needed, rel=0.001)
+    costs = session.planning.measurements.costs(session.planned.batch)
+    assert costs.peak(dict.fromkeys(session.planning.measurements.blocks, FULL)) == pytest.approx(needed, rel=0.001)
 
 
 def test_a_budget_in_which_no_other_plan_fits_is_held_in_segments():
@@ -146,10 +146,10 @@ def test_a_budget_with_segments_is_held_in_every_step(name):
     assert phases[0] is Phase.MEASURE
     assert max(peaks) <= budget
     session = installation(model).session
-    costs = session._measurements.costs(session.planned.batch)
-    least = session._measurements.least
-    assert costs.peak(dict.fromkeys(session._measurements.blocks, least)) == pytest.approx(needed, rel=0.0005)
-    assert session._maker.peak_of_least(session.planned.batch) == pytest.approx(peaks[0], rel=0.0005)
+    costs = session.planning.measurements.costs(session.planned.batch)
+    least = session.planning.measurements.least
+    assert costs.peak(dict.fromkeys(session.planning.measurements.blocks, least)) == pytest.approx(needed, rel=0.0005)
+    assert session.planning.maker.peak_of_least(session.planned.batch) == pytest.approx(peaks[0], rel=0.0005)
     compare = assert_near if name == "tiles" else assert_same
     compare(gradients(plain), gradients(model))
     made = [action.made for _, action in hf_ckpt.describe(model).plan.actions]
@@ -167,7 +167,7 @@ def test_a_budget_plans_no_segments_inside_other_saved_tensor_hooks(more):
         budgeted(model, round(0.95 * needed), check_every=0, **more)
         _, peaks = zip(*steps_until_planned(model, batch), strict=True)
     planned_here = installation(model).session.planned
-    assert planned_here.over
+    assert planned_here.is_over
     assert not any(action.made for _, action in planned_here.plan.actions)
     assert planned_here.plan.prediction.peak_bytes == pytest.approx(peaks[-1], rel=0.001)
 
@@ -185,7 +185,7 @@ def test_segments_race_with_a_plan_that_offloads(monkeypatch):
         model(**without_cache(model, batch)).loss.backward()
         model.zero_grad(set_to_none=True)
         session = installation(model).session
-    plans = [[action for _, action in entrant.plan.actions] for entrant in session.entered.entrants[:2]]
+    plans = [[action for _, action in entrant.plan.actions] for entrant in session.planning.entered.entrants[:2]]
     assert [(OFFLOAD in actions, any(action.made for action in actions)) for actions in plans] == [
         (True, False),
         (False, True),
@@ -204,7 +204,7 @@ def test_trials_need_no_more_than_the_bound_by_which_they_are_tried(name):
             loss = model(**without_cache(model, batch)).loss
         loss.backward()
         model.zero_grad(set_to_none=True)
-    measurements = installation(model).session._measurements
+    measurements = installation(model).session.planning.measurements
     (step,) = measurements.references.values()
     (tried,) = measurements.with_backwards.values()
     seen = 0

@@ -52,7 +52,7 @@ def trained(model, optimizer, steps, unusable=False):
         session = installation(model).session
         phases.append(session.planned.phase)
         if unusable:
-            session._failures = MOST_FAILURES
+            session.planning.failures = MOST_FAILURES
         optimizer.step()
         optimizer.zero_grad()
     return phases
@@ -70,9 +70,9 @@ def test_what_is_agreed_on_holds_until_the_next_optimizer_step(unusable):
     assert trained(model, optimizer, len(expected), unusable) == expected
     step(model, tiny_batch("llama"))
     session = installation(model).session
-    agreed = session.agreed
+    agreed = session.planning.agreed
     step(model, tiny_batch("llama", tokens=24))  # another micro-step, before the optimizer's step
-    assert session.agreed is agreed
+    assert session.planning.agreed is agreed
     if unusable:
         assert {action for _, action in installation(model).plan.actions} == {FULL}
 

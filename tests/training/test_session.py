@@ -129,7 +129,7 @@ def test_a_run_is_measured_and_planned_for(caplog, monkeypatch):
     assert plans[-1] != plans[0]
     assert checks[:4] == [0, 0, 1, 1]
     session = installation(model).session
-    assert (session.measured_steps, session.recorder) == (len(before), None)
+    assert (session.planning.measured_steps, session.recorder) == (len(before), None)
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     assert not any(isinstance(hook, functools.partial) for hook in hooks)
     assert not any(region.trials for region in installation(model).functions.made.values() if hasattr(region, "trials"))
@@ -138,7 +138,7 @@ def test_a_run_is_measured_and_planned_for(caplog, monkeypatch):
     real = live_peak(model, BATCH)
     assert real <= budget
     assert planned.plan.prediction.peak_bytes == pytest.approx(real, rel=0.002)
-    assert planned.measured_bytes == pytest.approx(real, rel=0.002)
+    assert planned.of_batch.measured_bytes == pytest.approx(real, rel=0.002)
     assert caplog.text.count("planned for 4 x 64 tokens") == 1
     assert "of this plan, without other models" in str(described)  # a count of live tensors does not see them
 
@@ -188,7 +188,7 @@ def test_single_blocks_of_a_kind_are_timed(layers):
     budgeted(model, "1GiB")
     phases = [run(model, [BATCH]) and current(model).phase for _ in range(PLANNED)]
     assert phases.count(Phase.TIME) == TIMED_STEPS
-    entered = installation(model).session.entered.entrants
+    entered = installation(model).session.planning.entered.entrants
     assert all(entrant.seconds > 0 for entrant in entered)
 
 
@@ -482,13 +482,13 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changes_is_measured_again(change):
     model, session = trained(PLANNED)
-    assert len(session.plans) == 1
+    assert len(session.planning.plans) == 1
     CHANGES[change](model)
     plans = run(model, [BATCH] * PLANNED)
     assert [len(actions) for actions in plans] == [len(model.model.layers)] * PLANNED
     assert set(plans[0]) == {FULL}
     assert plans[-1] == plans[-2]
-    assert current(model).batch == [*session.plans][-1]
+    assert current(model).batch == [*session.planning.plans][-1]
 
 
 def test_copied_blocks_that_call_another_attention_are_of_a_kind_of_their_own():
@@ -502,7 +502,7 @@ def test_copied_blocks_that_call_another_attention_are_of_a_kind_of_their_own():
     run(model, [BATCH] * 3)
     action = Action("selective", ("attention",))
     planned(plain, {"policy": action.kind, "save": [*action.save], "check_every": 0})
-    measurements = installation(model).session._measurements
+    measurements = installation(model).session.planning.measurements
     predicted = measurements.costs(current(model).batch).peak(dict.fromkeys(measurements.blocks, action))
     assert predicted == pytest.approx(live_peak(plain, BATCH), rel=0.01)
 
@@ -524,7 +524,7 @@ def test_steps_that_cannot_be_measured_are_given_up(compiles, monkeypatch, caplo
         run(model, [BATCH]) if compiles else in_a_checkpoint(model)
     assert caplog.text.count("cannot be measured") == 1
     assert actions(model) == {FULL}
-    assert installation(model).session.measured_steps == 8
+    assert installation(model).session.planning.measured_steps == 8
     assert hf_ckpt.describe(model).measuring == "gave up after 8 steps in a row that could not be measured"
     run(model, [BATCH] * 3)
     assert hf_ckpt.describe(model).watched.checks == 1  # in what the device has left
@@ -585,20 +585,20 @@ def test_shorter_batches_take_the_plan_of_longer_ones_and_get_their_own():
     """
     batches = {tokens: tiny_batch("llama", batch=4, tokens=tokens) for tokens in (16, 36, 40, 60)}
     model, session = trained(PLANNED)
-    long, steps = current(model), session.measured_steps
+    long, steps = current(model), session.planning.measured_steps
     for tokens in (60, 60):
         run(model, [batches[tokens]])
         assert current(model).batch == long.batch
-    assert session.measured_steps == steps
+    assert session.planning.measured_steps == steps
     for tokens, read in ((16, 3), (40, 2)):  # the peak under a plan is known from 16 and 64 tokens
-        before = session.measured_steps
+        before = session.planning.measured_steps
         run(model, [batches[tokens]] * 2)
         assert current(model).batch.forwards[0].rows_and_tokens == (4, tokens)
         run(model, [batches[tokens]] * (2 + 4 * RACE_STEPS))
-        assert session.measured_steps - before in (read, read + RACE_STEPS, read + 2 * RACE_STEPS)
-    steps = session.measured_steps
+        assert session.planning.measured_steps - before in (read, read + RACE_STEPS, read + 2 * RACE_STEPS)
+    steps = session.planning.measured_steps
     run(model, [batches[36]])
-    assert session.measured_steps == steps
+    assert session.planning.measured_steps == steps
     assert {"4 x 16 tokens", "4 x 40 tokens", "4 x 64 tokens"} <= hf_ckpt.describe(model).plans.keys()
 
 
@@ -660,8 +660,9 @@ def test_bytes_of_most_lengths_follow_from_three_measured_ones(lengths, measured
     }
     session = installation(loop.model).session
     # Kinds of plans are told, and not each of them.
-    assert caplog.text.count("planned for 2 x") < len(session.plans)
-    by_length = [planned.plan.prediction.step_seconds for planned in sorted(session.plans.values(), key=elements)]
+    plans = session.planning.plans.values()
+    assert caplog.text.count("planned for 2 x") < len(plans)
+    by_length = [planned.plan.prediction.step_seconds for planned in sorted(plans, key=elements)]
     assert by_length == sorted(set(by_length))
 
 
@@ -740,7 +741,7 @@ def test_tight_budgets_get_plans_after_few_steps(family, room):
         phases.append(current(model).phase)
         assert live.peak_bytes <= (1.01 * least if phases[-1] is Phase.MEASURE else room * least)
     assert len(phases) - phases.count(Phase.RACE) - 1 <= 2 + TIMED_STEPS
-    plans = [entrant.plan for entrant in installation(model).session.entered.entrants]
+    plans = [entrant.plan for entrant in installation(model).session.planning.entered.entrants]
     assert not all(set(dict(plan.actions).values()) == {FULL} for plan in plans)
 
 
@@ -834,11 +835,11 @@ def test_a_plan_that_needs_more_than_predicted_lowers_the_limit_for_good(caplog)
     for layer in model.model.layers:
         layer.mlp.register_forward_hook(grows)
     run(model, [BATCH] * PLANNED)
-    assert current(model).limit_bytes < half()
+    assert current(model).of_batch.limit_bytes < half()
     assert "more than was predicted" in caplog.text
     run(model, [BATCH] * PLANNED)
     assert current(model).phase is Phase.PLAN
-    assert current(model).limit_bytes < half()
+    assert current(model).of_batch.limit_bytes < half()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -852,7 +853,7 @@ def test_a_later_step_above_the_budget_voids_its_plan(again, capsys, monkeypatch
 
     def holds_more(module, args, output):
         """A feed-forward that may hold more for its backward."""
-        is_later = current(model).measured_bytes is not None
+        is_later = installation(model).session.measured_bytes is not None
         for _ in range(model.config.more if is_later or not again else 0):
             output = output.exp().log1p()
         return output
@@ -870,7 +871,7 @@ def test_a_later_step_above_the_budget_voids_its_plan(again, capsys, monkeypatch
     assert "measured again: 1 time, because a step under its plan exceeded the budget" in str(described)
     said = re.findall(r"a step of 4 x 64 tokens needed .*B, above the budget of .*B; .*", capsys.readouterr().err)
     assert [line.split("; ")[1] for line in said] == ["steps are measured again"]
-    assert (current(model).limit_bytes < half()) == again
+    assert (current(model).of_batch.limit_bytes < half()) == again
 
 
 @pytest.mark.long
@@ -879,8 +880,8 @@ def test_two_backwards_that_need_more_than_the_budget_void_their_plan():
     model = model_of("llama")
     budgeted(model, half(layers=6), check_every=4)
     run(model, [BATCH] * PLANNED)
-    budget = current(model).measured_bytes
-    installation(model).session._budget.bytes = budget  # whichever plan was the fastest has no room left
+    budget = current(model).of_batch.measured_bytes
+    installation(model).session.planning.budget.bytes = budget  # whichever plan was the fastest has no room left
     peaks = []
     for _ in range(9):
         with LiveBytes(model, BATCH) as live:
@@ -907,7 +908,7 @@ class Meter:
 
 def with_meter(model):
     """Give the session of a model an allocator's peak, and return that."""
-    meter = installation(model).session._budget.watch._meter = Meter()
+    meter = installation(model).session.planning.budget.watch._meter = Meter()
     run(model, [BATCH] * 2)
     return meter
 
@@ -1036,7 +1037,7 @@ def test_where_no_plan_fits_the_run_goes_on_with_the_least(peak, caplog):
         assert {"keep"} in raced(model)
         assert len(raced(model)) == 4  # simple plans that need no more than the first one
         assert "(no plan fits)" in str(hf_ckpt.describe(model))
-    assert current(model).over
+    assert current(model).is_over
     (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
     assert ("and the optimizer alone need" in said) == (peak == "optimizer")
     assert ("a smaller batch" in said) == (peak == "blocks")

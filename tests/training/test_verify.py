@@ -82,7 +82,13 @@ def of_the_run(model):
     record = installation(model)
     session = record.session
     objects = record, session, session.planned, record.watch, record.functions, record.heads
-    return [*map(id, objects), record.plan, session.measured_steps, dict(session.plans), hf_ckpt.describe(model)]
+    return [
+        *map(id, objects),
+        record.plan,
+        session.planning.measured_steps,
+        dict(session.planning.plans),
+        hf_ckpt.describe(model),
+    ]
 
 
 def test_the_plan_of_a_budget_is_verified_and_its_run_goes_on():
@@ -97,12 +103,12 @@ def test_the_plan_of_a_budget_is_verified_and_its_run_goes_on():
         assert result, result
         assert result.plan == installation(model).plan
         assert of_the_run(model) == before
-    plan, measured_steps = result.plan, installation(model).session.measured_steps
+    plan, measured_steps = result.plan, installation(model).session.planning.measured_steps
     assert {action for _, action in plan.actions} != {FULL}
     assert set(result.recomputed) == set(plan.active())
     assert "allowed 1e-05" in result.gradients
     step(model, batch)
-    assert (installation(model).plan, installation(model).session.measured_steps) == (plan, measured_steps)
+    assert (installation(model).plan, installation(model).session.planning.measured_steps) == (plan, measured_steps)
 
 
 @pytest.mark.parametrize(
