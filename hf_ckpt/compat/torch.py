@@ -66,6 +66,14 @@ running_node: Callable[[], Any] = private("torch._C._current_autograd_node")
 """Returns the node of autograd that this thread runs; None outside a backward."""
 
 
+def error_of_forward() -> BaseException | None:
+    """Return the error that ended a module's forward. Must be called from a hook that torch calls even after errors.
+
+    torch calls such hooks while it handles the error (`Module._call_impl`).
+    """
+    return sys.exc_info()[1]
+
+
 def is_unused_random_state(saved: torch.Tensor) -> bool:
     """Whether a saved tensor that backward asks for is the random state of an attention without dropout.
 

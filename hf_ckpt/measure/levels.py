@@ -229,9 +229,34 @@ def as_held(levels: Sequence[Level]) -> list[Level]:
 def step_of(levels: Sequence[Level], outside_peak_bytes: int = 0) -> Step | None:
     """Split a step at its boundaries.
 
-    None if it has no end, no call, or a repeated backward, or if backwards do not follow all forwards in reverse
-    order, which plans rely on.
+    Of several backwards of one graph, the last one counts; what the others need counts before it.
+
+    None if it has no end or no call, or if backwards do not follow all forwards in reverse order, which plans rely on.
     """
+    step = _step_between(levels, outside_peak_bytes)
+    return step or _step_between(_of_last_backward(levels), outside_peak_bytes)
+
+
+def _of_last_backward(levels: Sequence[Level]) -> list[Level]:
+    """The levels of a step without the boundaries of its backwards before the last one; none if it has only one.
+
+    The level after them has their peak and their time.
+    """
+    backwards = [place for place, level in enumerate(levels) if level.what is Boundary.BACKWARD]
+    ends = [place for place, level in enumerate(levels) if level.what is Boundary.END]
+    if len(ends) < 2:
+        return []
+    following = ends[-2] + 1
+    merged = dataclasses.replace(
+        levels[following],
+        peak_bytes=max(level.peak_bytes for level in levels[backwards[0] : following + 1]),
+        nanoseconds=sum(level.nanoseconds for level in levels[backwards[0] : following + 1]),
+    )
+    return [*levels[: backwards[0]], merged, *levels[following + 1 :]]
+
+
+def _step_between(levels: Sequence[Level], outside_peak_bytes: int) -> Step | None:
+    """As `step_of`, for steps with one backward of each graph."""
     if not levels or levels[0].what is not Boundary.BEGIN or levels[-1].what is not Boundary.END:
         return None
     places = _places_of_calls(levels)

@@ -25,7 +25,8 @@ NEAR = 0.8
 recomputes a little more than it must, which costs less than to measure and race each length by itself."""
 
 SMALLER_STEPS = 3
-"""After so many measured steps in a row with fewer or smaller forwards than expected, no others are expected."""
+"""After so many measured steps in a row with fewer or smaller forwards than expected, no others are expected. The next
+time, after twice as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,8 @@ class StepForwards:
         """How a step begins -> all forwards of such a step."""
         self._smaller: collections.Counter[Any] = collections.Counter()
         """How a step begins -> measured steps in a row with fewer or smaller forwards than were expected."""
+        self._patience: dict[Any, int] = {}
+        """How a step begins -> after so many of these, no others are expected."""
         self._has_padding = False
         """Whether a batch was padded."""
         self._names: dict[str | None, list[str]] = {}
@@ -190,14 +193,15 @@ class StepForwards:
         """Expect the forwards of the current step of all steps that begin like it.
 
         Of steps that begin alike and take turns, as in a GAN, the ones with more or larger forwards are expected: a
-        plan for them has room for the others.
+        plan for them has room for the others. The longer their turns are, the more steps are awaited.
         """
         beginning = self._beginning
         forwards = tuple(self.current)
         expected = self._expected.get(beginning, ())
         if forwards != expected and _have_room(expected, forwards):
             self._smaller[beginning] += 1
-            if self._smaller[beginning] < SMALLER_STEPS:
+            if self._smaller[beginning] < self._patience.setdefault(beginning, SMALLER_STEPS):
                 return
+            self._patience[beginning] *= 2
         self._smaller[beginning] = 0
         self._expected[beginning] = forwards

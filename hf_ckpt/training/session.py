@@ -141,11 +141,20 @@ class Session:
             self._budget_watch.notice()
             if self.recorder is not None:
                 self._drop()
-                self.planning.failed()
+                self._count_error(compat.torch.error_of_forward())
         elif self.recorder is not None:
             self.recorder.boundaries.finish(output)
         else:
             self._graphs = watch_graphs(output, self._graphs)
+
+    def _count_error(self, error: BaseException | None) -> None:
+        """Count a measured forward that an error has ended, unless the user's code has raised it by itself.
+
+        A recomputation of a user's own checkpoint runs within a backward, and torch ends it by an error.
+        """
+        is_of_user = error is not None and not compat.devices.is_out_of_memory(error)
+        if not is_of_user or compat.torch.running_node() is not None:
+            self.planning.failed()
 
     def before_others(self) -> None:
         """A forward outside of training begins. Unless it is a part of the step, as that of a reference model, its peak
@@ -160,6 +169,8 @@ class Session:
         """Stop measuring. If the last step has ended, store its measurements first."""
         if self.recorder is not None and self.recorder.has_ended:
             self._finish(record)
+        elif self.recorder is not None and self.recorder.goes_on:  # its backward may come after the pause
+            self.planning.failed()
         self._drop()
         self.before_others()
         self._budget_watch.notice()

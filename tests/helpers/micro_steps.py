@@ -252,8 +252,8 @@ MICRO_STEPS = [
 SURPRISES = {two_forwards, detached_last, early_exit, raises_in_second_forward}
 """What begins as a step with one forward, and needs more than that."""
 UNMEASURED = {retained}
-"""What the trials and plans of steps with one backward have no room for: a graph that lives until a second one. Such a
-step cannot be measured, so that only the next check of its peak ends them."""
+"""What the plans of steps with one backward have no room for: a graph that lives until a second one. Nothing but the
+next check of the peak tells such a step from others."""
 
 
 # --- between backward and the optimizer's step ------------------------------------------------------------------------

@@ -42,9 +42,10 @@ from hf_ckpt.measure.live import LiveBytes
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
 from hf_ckpt.spec.actions import FULL, KEEP, Action
 from hf_ckpt.training import recorder
+from hf_ckpt.training.batches import StepForwards
 from hf_ckpt.training.guard import OomGuard
 from hf_ckpt.training.measurements import TIMED_STEPS
-from hf_ckpt.training.phases import RACE_STEPS, Phase
+from hf_ckpt.training.phases import MOST_FAILURES, RACE_STEPS, Phase
 
 LAYERS = 4
 BATCH = tiny_batch("llama", batch=4, tokens=64)
@@ -279,11 +280,17 @@ def with_autocast(loop):
         loop.step()
 
 
+def retained(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 IRREGULAR = {
     "neither step nor zero_grad": lambda loop: loop.loss().backward(),
     "no zero_grad": lambda loop: (loop.loss().backward(), loop.optimizer.step()),
     "no backward": lambda loop: (loop.loss(), loop.clear()),
     "two forwards": lambda loop: ((loop.loss() + loop.loss()).backward(), loop.clear()),
+    "two backwards of a graph": lambda loop: (retained(loop.loss()), loop.clear()),
     "two backwards": lambda loop: (loop.loss().backward(), loop.loss().backward(), loop.clear()),
     "error in the forward": lambda loop: fails(loop, "forward"),
     "error in the loss": lambda loop: fails(loop, "loss"),
@@ -314,13 +321,14 @@ def test_an_irregular_step_delays_the_plan_by_few_steps(kind):
     "kind, every",
     [
         *((kind, 2) for kind in IRREGULAR),  # two sorts of steps that take turns
-        *((kind, 1) for kind in ("pause", "two forwards", *list(IRREGULAR)[:2])),
+        *((kind, 1) for kind in ("pause", "two forwards", "two backwards of a graph", *list(IRREGULAR)[:2])),
     ],
     ("no backward", 2),
     ("error in the forward", 2),
     ("another shape", 2),
     ("autocast", 2),
     ("no zero_grad", 1),
+    ("two backwards of a graph", 1),
 )
 def test_irregular_steps_all_the_time_do_not_keep_the_plan_away(kind, every):
     """The regular steps, or the irregular ones if they have become the rule, get plans within twice as many steps, and
@@ -876,23 +884,77 @@ def test_a_later_step_above_the_budget_voids_its_plan(again, capsys, monkeypatch
 
 @pytest.mark.long
 def test_two_backwards_that_need_more_than_the_budget_void_their_plan():
-    """Nothing but its peak is known of such a step."""
+    """The peak of such a step tells it from others."""
     model = model_of("llama")
     budgeted(model, half(layers=6), check_every=4)
     run(model, [BATCH] * PLANNED)
     budget = current(model).of_batch.measured_bytes
-    installation(model).session.planning.budget.bytes = budget  # whichever plan was the fastest has no room left
+    limits = installation(model).session.planning.budget
+    limits.bytes = limits.limit_bytes = budget  # whichever plan was the fastest has no room left
     peaks = []
     for _ in range(9):
         with LiveBytes(model, BATCH) as live:
-            loss = model(**without_cache(model, BATCH)).loss
-            loss.backward(retain_graph=True)
-            loss.backward()
-            del loss
+            retained(model(**without_cache(model, BATCH)).loss)
         model.zero_grad(set_to_none=True)
         peaks.append(live.peak_bytes)
     assert max(peaks[:4]) > budget >= max(peaks[-3:])
     assert hf_ckpt.describe(model).voided == 1
+
+
+def test_errors_of_the_user_end_no_planning():
+    """Nor does a `verify` in steps now and then; in each of them, it is said that nothing can be measured."""
+    loop = Loop()
+    for _ in range(MOST_FAILURES):
+        fails(loop, "forward")
+    for _ in range(STEPS + 1):
+        loop.step()
+    assert loop.has_plan
+
+
+def test_a_measurement_that_each_step_interrupts_is_given_up(caplog):
+    loop = Loop()
+    for _ in range(MOST_FAILURES + 1):
+        loss = loop.loss()
+        hf_ckpt.verify(loop.model, loop.batch, "full")
+        loss.backward()
+        loop.clear()
+    assert caplog.text.count("cannot be measured") == 1
+
+
+def test_the_plan_of_steps_with_two_backwards_holds_the_budget(monkeypatch):
+    """The graph is held until the second one. Its gradients are those of no checkpointing."""
+    monkeypatch.setattr(recorder, "DeviceClock", OperationClock)  # no plan depends on how busy the machine is
+    plain, model = model_of("llama", layers=LAYERS), model_of("llama", layers=LAYERS)
+    budgeted(model, half(), check_every=2)
+    retained(plain(**without_cache(plain, BATCH)).loss)
+    phases = []
+    for _ in range(PLANNED + 1):
+        with LiveBytes(model, BATCH) as live:
+            retained(model(**without_cache(model, BATCH)).loss)
+        assert live.peak_bytes <= half()
+        assert_same(gradients(plain), gradients(model))
+        model.zero_grad(set_to_none=True)
+        phases.append(current(model).phase)
+    assert phases[-1] is Phase.PLAN
+    assert hf_ckpt.describe(model).voided == 0
+    assert min(hf_ckpt.describe(model).recomputed.values()) > 2 * PLANNED
+
+
+@pytest.mark.parametrize("turn", [1, 5, 20])
+def test_sorts_of_steps_that_take_long_turns_have_one_plan(turn):
+    """Expectations change with the turns only a few times, however many there are."""
+    loop = Loop()
+    forward = StepForwards().read(loop.model, None, (), loop.batch)
+    forwards = StepForwards()
+    changes = 0
+    for number in range(40 * turn):
+        before = forwards.begin(forward, False, (None, 0))
+        if number // turn % 2:
+            forwards.current.append(forward)
+        forwards.learn()
+        changes += forwards.begin(forward, False, (None, 0)) != before
+    assert changes <= 9
+    assert len(before) == 2
 
 
 class Meter:
