@@ -56,8 +56,12 @@ def pytest_collectstart():
     seed()  # for what modules draw when they are imported
 
 
-def pytest_collection_finish():
-    """Collect what the imports have left, and never look at the rest again: many tests collect garbage."""
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_to_collect():
+    """Collect what imports and the modules before have left, and never look at the rest again.
+
+    Many tests collect garbage, which takes a tenth of a second once libraries have been imported in between.
+    """
     gc.collect()
     gc.freeze()
 

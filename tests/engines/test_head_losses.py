@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_ckpt import compat
 from hf_ckpt.engines.head.chunked import chunked, tokens_per_chunk
 from hf_ckpt.engines.head.logits import Logits
 from hf_ckpt.errors import ChangedBlockError, DoubleBackwardError, HfCkptError
@@ -265,6 +266,16 @@ def test_other_uses_get_plain_logits(name, whole, caplog):
     named = [record.args[0] for record in caplog.records if "the chunked head does not compute" in record.message]
     assert named
     assert len(named) == len(set(named))
+
+
+def test_a_loss_in_a_captured_graph_gets_plain_logits(whole, monkeypatch):
+    """The host would wait for the labels. `reduction` is checked before that, and by torch."""
+    with pytest.raises(ValueError, match="median is not a valid value for reduction"):
+        loss_of(reduction="median")(lazy(*toy()))
+    whole.clear()
+    monkeypatch.setattr(compat.devices, "is_capturing", lambda: True)
+    assert_near(*both(loss_of(), *toy()))
+    assert len(whole) == 1
 
 
 @pytest.mark.parametrize("work", [lambda x: x.detach().exp() * x, lambda x: x[:1] * x[1:2]], ids=["constant", "tokens"])

@@ -43,6 +43,14 @@ def _drawn(like):
     return torch.rand_like(like, dtype=torch.float32) > 0.3
 
 
+def _dropped_before_a_change(x):
+    """A sum has no value of its own, so a rebuilt dropout would start from its input, which is another by then."""
+    total = torch.cumsum(x, -1)
+    dropped = functional.dropout(total, 0.3)
+    total.mul_(2.0)
+    return dropped * dropped + total
+
+
 DROPOUT = nn.Dropout(0.3)
 # What a block does -> masks that are kept as bits.
 DROPOUTS = {
@@ -50,6 +58,7 @@ DROPOUTS = {
     "module": (lambda x: DROPOUT(x * x), 1),
     "of another layout": (lambda x: functional.dropout((x * x).transpose(0, 2), 0.3).transpose(0, 2), 1),
     "inside attention": (lambda x: _attention(x, lambda y: torch.native_dropout(y, 0.4, True)[0]), 1),
+    "input changed afterwards": (lambda x: functional.silu(_dropped_before_a_change(x * x)), 1),
     "in place": (lambda x: functional.dropout(x * x, 0.3, inplace=True) + functional.silu(x), 0),  # noise everywhere
     "noise behind a softmax": (lambda x: _attention(x, lambda y: y * torch.empty_like(y).uniform_(0.5, 1).mul_(2)), 0),
     "p 0": (lambda x: functional.dropout(x * x, 0.0), 0),

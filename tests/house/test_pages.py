@@ -247,12 +247,17 @@ def test_versions_are_those_of_ci_and_of_pyproject():
 # --- the diffs of CONTRIBUTING ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["operation", "device", "family", "action"])
+DIFFS = dict(re.findall(r"<!-- diff: (\w+) -->\n```diff\n(.*?)^```", PAGES["CONTRIBUTING.md"], re.DOTALL | re.M))
+
+
+@pytest.mark.parametrize("name", DIFFS)
 def test_examples_of_contributing_are_real(name):
     """The lines of each example diff exist in the files, in this order."""
-    (code,) = re.findall(rf"<!-- diff: {name} -->\n```diff\n(.*?)^```", PAGES["CONTRIBUTING.md"], re.DOTALL | re.M)
-    for hunk in code.split("--- ")[1:]:
+    nothing, *hunks = DIFFS[name].split("--- ")
+    assert not nothing
+    for hunk in hunks:
         file, *added = hunk.splitlines()
+        assert added
         lines = iter((ROOT / file).read_text(encoding="utf-8").splitlines())
         for line in added:
             assert line[1:] in lines, f"{file} has no line {line[1:]!r} here"

@@ -67,7 +67,7 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 def problems_of(text: str) -> list[str]:
     """What a page shows and does not exist."""
     plain = re.sub(r"\]\([^)]*\)", "]", text)  # not the targets of links
-    checks = (_commands, _flags, _specs, _errors, _names, _files, _figures)
+    checks = (_commands, _flags, _specs, _errors, _names, _files, _parts, _figures)
     return [problem for check in checks for problem in check(plain)]
 
 
@@ -135,6 +135,19 @@ def _files(text: str) -> Iterator[str]:
             yield f"file: {path}"
 
 
+def _parts(text: str) -> Iterator[str]:
+    """Modules in drawings, and what is said to be in them: `costs/steps.py  Step: ...`, or `costs/steps.Step`."""
+    rooms = "|".join(path.name for path in (ROOT / "hf_ckpt").iterdir() if path.is_dir())
+    module = rf"(?<![\w/])((?:{rooms})(?:/[a-z]\w*)+)"
+    for block in re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for path, in_file, attribute in re.findall(rf"{module}(?:\.py\s+([\w.]+):|\.(?!py\b)(\w+))?", block):
+            file = ROOT / "hf_ckpt" / f"{path}.py"
+            names = (in_file or attribute).split(".")
+            code = file.read_text(encoding="utf-8") if file.exists() else ""
+            if not code or any(name and not re.search(rf"\b(?:class|def) {name}\b", code) for name in names):
+                yield f"part: {path} {in_file or attribute}".rstrip()
+
+
 def _figures(text: str) -> Iterator[str]:
     for key in re.findall(r"`((?:memory|time)/\w+)`", text):
         if f"`{key}`" not in (callback.__doc__ or ""):
@@ -160,6 +173,9 @@ PLANTED = {
     "a false error": ("It raises a `MemoryShortageError`.", "error: MemoryShortageError"),
     "a false name": ("Call `hf_ckpt.estimate(model)`.", "name: hf_ckpt.estimate"),
     "a false file": ("See `engines/tilings.py`.", "file: engines/tilings.py"),
+    "a false module": ("```text\n--> costs/ladder: a plan\n```\n", "part: costs/ladder"),
+    "a false class": ("```text\ncosts/steps.py  Rung: a call\n```\n", "part: costs/steps Rung"),
+    "a false function": ("```text\nattach/enable.climb ---> engines/\n```\n", "part: attach/enable climb"),
     "a false figure": ("The log has `memory/mean_gib`.", "figure: memory/mean_gib"),
 }
 
