@@ -44,7 +44,7 @@ class RandomState:
 
     def may_have_moved(self) -> bool:
         """Whether a number may have been drawn or a seed set since."""
-        return self.of_host_has_moved() or self.of_torch_has_moved()
+        return (self.of_host is not None and self.of_host_has_moved()) or self.of_torch_has_moved()
 
     def of_host_has_moved(self) -> bool:
         """The same for the generators of Python and numpy alone, if they are included."""
@@ -57,7 +57,7 @@ class RandomState:
 
     def of_torch_has_moved(self) -> bool:
         """The same for torch's generators alone."""
-        if self.of_cpu is not None and _bytes(self.of_cpu) != _bytes(torch.get_rng_state()):
+        if self.of_cpu is not None and _ends_of(self.of_cpu) != _ends_of(torch.get_rng_state()):
             return True
         if not self.devices:
             return False
@@ -118,10 +118,25 @@ def _of_device(device: torch.device) -> torch.Tensor:
     return state
 
 
+_First = ctypes.c_char * 512
+_Last = ctypes.c_char * 64
+
+
+def _ends_of(state: torch.Tensor) -> tuple[bytes, bytes]:
+    """Return the parts of the CPU's state that tell whether it has moved.
+
+    The state is a position among 624 numbers, these numbers, and one normal number that is left over
+    (aten/src/ATen/CPUGeneratorImpl.cpp). A draw moves the position or uses up what is left over, and after the last
+    number there are 624 others. The whole state has 5 kB, and every block comes here.
+    """
+    first = state.data_ptr()
+    last = first + state.nbytes - 64
+    return _First.from_address(first).raw, _Last.from_address(last).raw
+
+
 def _bytes(state: torch.Tensor) -> bytes:
     """Return a state of torch as bytes, without an operation that dispatch modes would see."""
     # Not by numpy, which cannot read the tensors that a transform of torch.func wraps.
-    # Nor by a type `ctypes.c_char * size`: it would be created anew for most calls, at twenty times the cost.
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
@@ -156,8 +171,11 @@ _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 def _switch(read: str, write: str, *key: str) -> _Switch:
     """Return the functions of `torch._C` that read and write a switch."""
     # Not the attributes of torch.backends: after `torch.backends.disable_global_flags()`, setting one is an error.
-    reader = functools.partial(getattr(torch._C, read), *key)
-    writer = functools.partial(getattr(torch._C, write), *key)
+    reader = getattr(torch._C, read)
+    writer = getattr(torch._C, write)
+    if key:
+        reader = functools.partial(reader, *key)
+        writer = functools.partial(writer, *key)
     # A switch of cuBLAS has two values since torch 2.10, which it takes as two arguments.
     return reader, lambda value: writer(*value) if isinstance(value, tuple) else writer(value)
 
@@ -171,6 +189,7 @@ if hasattr(torch._C, "_get_fp32_precision_getter"):
 else:
     _SWITCHES.append((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
 
+_count_modes = private("torch._C._len_torch_function_stack")
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 _push_mode = private("torch.overrides._push_mode")
 _pop_mode = private("torch.overrides._pop_mode")
@@ -181,7 +200,7 @@ class Switches:
 
     def __init__(self) -> None:
         self.values = [read() for read, _ in _SWITCHES]
-        self.modes: list[torch.overrides.TorchFunctionMode] = _function_modes()
+        self.modes: list[torch.overrides.TorchFunctionMode] = _function_modes() if _count_modes() else []
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function under these switches and modes, and put the present ones back."""

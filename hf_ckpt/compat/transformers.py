@@ -16,6 +16,7 @@ from transformers import PreTrainedModel as PreTrainedModel
 from transformers import masking_utils
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D as Conv1D
 
 try:
     from transformers.initialization import no_init_weights as no_init_weights
@@ -44,6 +45,8 @@ TORCH_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check")
 
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 """Names of the two attributes of a module that its class reads: whether to checkpoint, and the function to call."""
+INITIALISED = "_is_hf_initialized"
+"""Attribute of modules whose weights are initialised or loaded. No forward reads it."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of a forward's cache argument, the newest first. Since transformers 5.24, its own models call it `cache`, and
 accept the other names until 5.40. Models with custom code keep their names."""
@@ -182,7 +185,7 @@ def quantised_layers(model: nn.Module) -> list[str]:
     converts = getattr(quantizers_utils, "should_convert_module", None)
 
     def is_replaced(name: str, module: nn.Module) -> bool:
-        if type(module) is not nn.Linear and not isinstance(module, transformers.pytorch_utils.Conv1D):
+        if type(module) is not nn.Linear and not isinstance(module, Conv1D):
             return False
         if converts is None:  # transformers 4 compares names in this way
             return not any(key in name for key in exceptions)

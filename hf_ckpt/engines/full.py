@@ -141,7 +141,9 @@ class FullRegion(Region):
         runs, args, tensors = as_given(self.block, fn, args)
         arguments = SeenTensors([*[arg for arg in args if isinstance(arg, torch.Tensor)], *tensors])
         try:
-            output = self._run_checkpointed(runs, self.state_for(fn, SeenTensors(tensors)), args)
+            output = self._run_checkpointed(
+                runs, self.state_for(fn, SeenTensors(tensors) if tensors else NO_TENSORS), args
+            )
         except RuntimeError as error:
             if compat.torch.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error

@@ -26,14 +26,20 @@ _PLAIN = (type(None), bool, int, float, str, enum.Enum, numpy.generic, torch.dty
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _PLAINEST = (
     nn.Linear(1, 1, device="meta"),
+    compat.transformers.Conv1D(1, 1),
     *(nn.Identity(), nn.ModuleDict(), nn.ModuleList(), nn.ParameterDict(), nn.ParameterList()),
 )
-_INDIFFERENT: dict[type, set[str]] = {type(module): {*vars(module), "_is_hf_initialized"} for module in _PLAINEST}
+_INDIFFERENT: dict[type, set[str]] = {
+    type(module): {*vars(module), compat.transformers.INITIALISED} for module in _PLAINEST
+}
 """Types whose forward, if any, reads no attribute that changes -> the attributes that their constructor and
 transformers give them. These are not compared, which would take longer."""
-_INTERNAL = (frozenset(vars(nn.Module())) - {"training"}) | set(compat.transformers.SWITCHES)
-"""Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those that switch
-checkpointing. One of these is the block's checkpointing function, which holds its settings: a reference cycle."""
+_INTERNAL = frozenset(
+    (vars(nn.Module()).keys() - {"training"}) | {*compat.transformers.SWITCHES, compat.transformers.INITIALISED}
+)
+"""Attributes of torch's `Module` that are no settings, or that `Settings` collects by themselves; and those of
+transformers that no forward reads, or that switch checkpointing. One of these is the block's checkpointing function,
+which holds its settings: a reference cycle."""
 _SMALL_BYTES = 2**18
 """The largest buffer that is copied although no forward has changed it yet: a copy of it takes microseconds."""
 
@@ -52,6 +58,8 @@ class Kind(enum.Enum):
     """The same."""
     STRUCTURE = "children or hooks of a module"
     """As in `Box.content`. A block's own hooks are none where transformers runs them outside of what is recomputed."""
+    OPTIONS = "how torch calls the hooks of a module"
+    """The same. Without hooks, there are none."""
 
 
 TENSORS = (Kind.PARAMETERS, Kind.BUFFERS)
@@ -139,7 +147,7 @@ class Settings:
         for module in above:
             self._collect_above(module, parts, copies)
         self.shared.update(self.state[has_below:])
-        parts.sort(key=lambda box: box.kind is Kind.STRUCTURE)
+        parts.sort(key=lambda box: box.kind not in TENSORS)
         self.boxes += parts
         self.weights: list[Place] = []
         """Parameters. Those that the first forward writes are state, too."""
@@ -163,21 +171,21 @@ class Settings:
         of_parts = [box for box in self.boxes if box.kind is not Kind.ATTRIBUTES]
         self.parts = [box.values for box in of_parts if box.values is not None]
         """The dicts of tensors and of structure."""
-        self.tensors = [box.values for box in of_parts if box.kind is not Kind.STRUCTURE and box.values is not None]
+        self.tensors = [box.values for box in of_parts if box.kind in TENSORS and box.values is not None]
         """The dicts of parameters and of buffers."""
-        structure = [box for box in of_parts if box.kind is Kind.STRUCTURE]
+        structure = [box for box in of_parts if box.kind not in TENSORS]
         # Nine of ten are empty, and a look at their sizes touches a fourth of the memory that comparing them does.
-        self.empty = [box.values for box in structure if not box.content]
+        self.empty = [box.values for box in structure if not box.content and box.kind is Kind.STRUCTURE]
         self.filled = [box.values for box in structure if box.content]
         self.contents = [box.content for box in structure if box.content]
-        self.sizes = [len(box.names) for box in self.boxes if box.kind is not Kind.STRUCTURE]
+        self.sizes = [len(box.names) for box in self.boxes if box.kind is Kind.ATTRIBUTES or box.kind in TENSORS]
         # One `itemgetter` for all plain attributes of a module reads them without a Python call each.
         plain = [
             (number, box.content)
             for number, box in enumerate(self.boxes)
             if box.kind is Kind.ATTRIBUTES and box.content
         ]
-        self.getters = [(number, operator.itemgetter(*content)) for number, content in plain]
+        self.getters = [(number, _getter(tuple(content))) for number, content in plain]
         self.values = [getter(self.boxes[number].content) for number, getter in self.getters]
 
     def _collect(self, module: nn.Module, parts: list[Box], copies: dict[int, Any], *, is_block: bool) -> None:
@@ -194,7 +202,8 @@ class Settings:
         for key, value in attributes.items():
             is_hooks = key in _INTERNAL and key.startswith(("_forward", "_backward"))  # or how torch calls them
             if key == "_modules" or (is_hooks and not is_outside):
-                parts.append(Box(Kind.STRUCTURE, value, dict(value), frozenset(value)))
+                kind = Kind.OPTIONS if key.endswith(("_with_kwargs", "_always_called")) else Kind.STRUCTURE
+                parts.append(Box(kind, value, dict(value), frozenset(value)))
         config = compat.transformers.config_of(module)
         if config is not None and not any(vars(config) is box.values for box in self.boxes):  # modules share configs
             content = {key: value for key, value in vars(config).items() if _is_plain(value)}
@@ -261,6 +270,12 @@ class Settings:
         """
         is_copied = is_small(tensor) and tensor.dtype is not torch.bool
         return place in self.changing or (is_copied and place not in self.shared)
+
+
+@functools.lru_cache(maxsize=1024)
+def _getter(names: tuple[str, ...]) -> operator.itemgetter[Any]:
+    """Return what reads these items of a dict. Blocks share it, so that each finds it in the cache of the processor."""
+    return operator.itemgetter(*names)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
