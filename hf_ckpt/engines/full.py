@@ -21,6 +21,7 @@ from hf_ckpt.engines.region import Region, Request
 from hf_ckpt.engines.runs import FirstThenAgain, Runs
 from hf_ckpt.engines.seen import NO_TENSORS, SeenTensors
 from hf_ckpt.engines.settings import Above, Settings
+from hf_ckpt.engines.snapshot import Snapshot
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, GraphCaptureError, HfCkptError, InPlaceError, TransformError
 from hf_ckpt.logs import warn_once
@@ -106,19 +107,13 @@ class FullRegion(Region):
         A replica of `nn.DataParallel` exists for one forward only, so nobody can change it.
         """
         block = compat.transformers.module_of(fn)
-        settings = self.settings
-        if block is None or compat.torch.is_replica(block):
-            block = settings = None
-        elif settings is None or not settings.still_apply(block):
-            settings = self.settings = Settings(block, self.above)
-        return ForwardState(
-            self.block,
-            block,
-            settings,
-            parameters_stay=self.parameters_stay,
-            keeps_draws=self.preserve_rng_state,
-            inputs=inputs,
-        )
+        snapshot = None
+        if block is not None and not compat.torch.is_replica(block):
+            settings = self.settings
+            if settings is None or not settings.still_apply(block):
+                settings = self.settings = Settings(block, self.above)
+            snapshot = Snapshot(self.block, block, settings, parameters_stay=self.parameters_stay)
+        return ForwardState(self.block, snapshot, inputs, keeps_draws=self.preserve_rng_state)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run `fn(*args)`, the block's own forward, and save its inputs only.
@@ -274,9 +269,10 @@ class Counted:
         """Return what the block returns when it runs once more, for the hidden states of the next one."""
         self.region.recomputed += 1
         try:
+            snapshot = self.state.snapshot
             with contextlib.ExitStack() as context:
-                if not self.region.parameters_stay:
-                    context.enter_context(compat.distributed.gathered(self.state.block))
+                if not self.region.parameters_stay and snapshot is not None:
+                    context.enter_context(compat.distributed.gathered(snapshot.block))
                 return self.state.recompute(self.inner, _cut(args))
         except Exception as error:
             _name_block(self.region.block, error)

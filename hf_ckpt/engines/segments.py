@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_ckpt import compat
 from hf_ckpt.engines.host_memory import Group
 from hf_ckpt.engines.seen import Kept, version_of
-from hf_ckpt.engines.state import without_graph
+from hf_ckpt.engines.snapshot import without_graph
 from hf_ckpt.measure.levels import Boundary
 
 _RESULTS = "hf_ckpt_results"

@@ -2,7 +2,7 @@
 
 `Settings` are collected by a walk over the block, and all forwards share them until one of them changes. The attributes
 of the models around the block belong to them: blocks may extend a list of their model, one after the other. What a
-forward may write (buffers, tensors in attributes, lists and dicts) is listed here, and recorded by each `ForwardState`.
+forward may write (buffers, tensors in attributes, lists and dicts) is listed here, and recorded by each `Snapshot`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Kind(enum.Enum):
     """What a box holds, and what a recomputation finds in it."""
 
     ATTRIBUTES = "attributes of a module or a config"
-    """Plain ones are as in `Box.content`. Tensors and containers are as each `ForwardState` has recorded them."""
+    """Plain ones are as in `Box.content`. Tensors and containers are as each `Snapshot` has recorded them."""
     PARAMETERS = "parameters of a module"
-    """As each `ForwardState` has recorded them."""
+    """As each `Snapshot` has recorded them."""
     BUFFERS = "buffers of a module"
     """The same."""
     STRUCTURE = "children or hooks of a module"
@@ -85,6 +85,27 @@ class Box:
     names: frozenset[Any]
 
 
+@dataclasses.dataclass(eq=False)
+class Learned:
+    """What the forwards and recomputations of a block have shown under the same settings."""
+
+    state: list[Place]
+    """Buffers, tensors in attributes, and parameters that the first forward has written: each forward records them."""
+    has_run: bool = False
+    """Whether a forward has run, and has shown all but `has_stopped`."""
+    has_stopped: bool = False
+    """Whether a recomputation has shown what it leaves when torch ends it early."""
+    changing: set[Place] = dataclasses.field(default_factory=set)
+    """Those of `state` that a forward has changed in place."""
+    changes_attributes: bool = False
+    """Whether a forward has changed other attributes, so that each recomputation would, too."""
+    written: set[Place] = dataclasses.field(default_factory=set)
+    """Parameters that the first forward itself wrote to with the same values, such as a router's weight that PEFT
+    adapts: in that forward, a write to them does not count as a change."""
+    draws_on_host: bool = True
+    """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read."""
+
+
 Above = tuple[nn.Module, ...]
 """The modules above a block that run it: its stack and the models around it. In `Settings`, proxies of them: the block
 must not keep them alive, because they hold the block."""
@@ -114,19 +135,6 @@ class Settings:
         """Containers of tensors or of other objects."""
         self.state: list[Place] = []
         """Buffers, and tensors that are attributes: a forward may replace them or change them in place."""
-        self.changing: set[Place] = set()
-        """Those that a forward has changed in place."""
-        self.changes_attributes = False
-        """Whether a forward has changed other attributes, so that each recomputation would, too."""
-        self.has_run = False
-        """Whether a forward has run under these settings, and has shown the following."""
-        self.has_stopped = False
-        """Whether a recomputation has shown what it leaves when torch ends it early."""
-        self.written: set[Place] = set()
-        """Parameters that the first forward itself wrote to with the same values, such as a router's weight that PEFT
-        adapts: in that forward, a write to them does not count as a change."""
-        self.draws_on_host = True
-        """Whether the forward may draw from Python's `random` or from numpy, whose states take long to read."""
         self.chooses = bool(routers(block))
         """Whether the block sends tokens to experts."""
         self.parameters = vars(block)["_parameters"]
@@ -152,7 +160,8 @@ class Settings:
         self.weights: list[Place] = []
         """Parameters. Those that the first forward writes are state, too."""
         self._list_tensors()
-        self._prepare_comparison(block)
+        self.learned = Learned(self.state)
+        self._prepare_comparison()
 
     def _list_tensors(self) -> None:
         """Add the buffers of the block, and of the modules above it, to `state`, and its parameters to `weights`."""
@@ -166,8 +175,8 @@ class Settings:
                 if id(box.values) in buffers_above:
                     self.shared.update(places)
 
-    def _prepare_comparison(self, block: nn.Module) -> None:
-        """Make the lists that `still_apply` and each `ForwardState` compare, without a Python call for each value."""
+    def _prepare_comparison(self) -> None:
+        """Make the lists that `still_apply` and each `Snapshot` compare, without a Python call for each value."""
         of_parts = [box for box in self.boxes if box.kind is not Kind.ATTRIBUTES]
         self.parts = [box.values for box in of_parts if box.values is not None]
         """The dicts of tensors and of structure."""
@@ -269,7 +278,7 @@ class Settings:
         Masks are copied in the first forward only, because no module is known that changes one.
         """
         is_copied = is_small(tensor) and tensor.dtype is not torch.bool
-        return place in self.changing or (is_copied and place not in self.shared)
+        return place in self.learned.changing or (is_copied and place not in self.shared)
 
 
 @functools.lru_cache(maxsize=1024)

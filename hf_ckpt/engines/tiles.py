@@ -31,7 +31,7 @@ from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
 from hf_ckpt.engines.region import Hook, Region, Request
 from hf_ckpt.engines.running import running
 from hf_ckpt.engines.runs import FirstThenAgain, Runs
-from hf_ckpt.engines.state import StepState
+from hf_ckpt.engines.step_state import StepState
 from hf_ckpt.errors import reason_of, shown
 from hf_ckpt.logs import warn_once
 from hf_ckpt.measure.levels import Boundary

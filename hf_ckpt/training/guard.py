@@ -36,7 +36,7 @@ from hf_ckpt.attach.record import installation, record_on
 from hf_ckpt.attach.switches import is_on
 from hf_ckpt.compat.process_state import RandomState
 from hf_ckpt.engines.host_memory import lane_of
-from hf_ckpt.engines.state import StepState
+from hf_ckpt.engines.step_state import StepState
 from hf_ckpt.errors import HfCkptError, NoBlocksError, OutOfPlansError
 from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import find_blocks

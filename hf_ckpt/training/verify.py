@@ -16,7 +16,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach.described import describe
 from hf_ckpt.attach.for_a_while import paused
 from hf_ckpt.engines.check import share_of_difference
-from hf_ckpt.engines.state import StepState
+from hf_ckpt.engines.step_state import StepState
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.spec.actions import ACTIONS, KEEP

@@ -109,7 +109,7 @@ def in_threads(*works):
 
 def without_forward_state(region, fn, inputs=None):
     """Replaces `FullRegion.state_for`: a recomputation draws the same numbers, and no other state is restored."""
-    return ForwardState(region.block, None, None, parameters_stay=False, keeps_draws=True)
+    return ForwardState(region.block, None, keeps_draws=True)
 
 
 def same_under(spec, run, make=custom_model, *, times=1):

@@ -17,6 +17,7 @@ from torch.nn import functional
 from hf_ckpt import compat
 from hf_ckpt.engines.seen import Seen
 from hf_ckpt.engines.settings import Settings
+from hf_ckpt.engines.snapshot import Snapshot
 from hf_ckpt.engines.state import ForwardState
 from hf_ckpt.errors import ChangedBlockError, DoubleBackwardError
 
@@ -64,9 +65,8 @@ class HeadCall:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.hidden = Seen(hidden.detach())
         # It never runs the head by `ForwardState.run`: which buffers a head writes is not learned, so all are copied.
-        self.state = ForwardState(
-            "head", module, Settings(module), parameters_stay=True, keeps_draws=False, may_write_weights=False
-        )
+        snapshot = Snapshot("head", module, Settings(module), parameters_stay=True, may_write_weights=False)
+        self.state = ForwardState("head", snapshot, keeps_draws=False)
         # Quantised weights have no plain values to compare. They are frozen, so no optimizer changes them.
         self.samples = [(p, _sample(p)) for p in module.parameters() if type(p.data) is torch.Tensor]
         """Each parameter whose values can be read, and some of its values at the call."""
