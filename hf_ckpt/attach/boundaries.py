@@ -157,7 +157,7 @@ class Boundaries:
         if self._mark is None or compat.torch.is_compiling():
             return
         if not self._in_backward:
-            compat.torch.call_after_backward(self._ends_backward)
+            compat.autograd.call_after_backward(self._ends_backward)
             self._call = compat.frames.running_backward()
         self._in_backward = True
         self.mark(Boundary.BACKWARD, name)

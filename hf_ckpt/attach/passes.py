@@ -240,7 +240,7 @@ plan that it enables."""
 
 def _refuse_transforms(stack: _Pass) -> None:
     """Refuse transforms of torch.func, and forward-mode AD."""
-    active = sorted(compat.torch.transforms())
+    active = sorted(compat.modes.transforms())
     if active and stack.record.regions:
         names = " and ".join(active)
         text = f"it cannot be checkpointed under {names} of torch.func (forward-mode AD is jvp, too)."

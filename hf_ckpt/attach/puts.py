@@ -114,7 +114,7 @@ class Hooked(Weak):
         if when == "before":
             handle = module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
         else:
-            with compat.torch.same_hook_number(module._forward_hooks):
+            with compat.hooks.same_hook_number(module._forward_hooks):
                 handle = module.register_forward_hook(hook, always_call=True)
         self._held += (handle,)
 

@@ -5,12 +5,15 @@ Use it as `from hf_ckpt import compat; compat.torch.is_compiling()`.
 """
 
 from hf_ckpt.compat import (
+    autograd,
     checkpoint,
     compiler,
     devices,
     distributed,
     fakes,
     frames,
+    hooks,
+    modes,
     optimizers,
     peft,
     process_state,

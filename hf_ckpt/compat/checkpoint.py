@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from hf_ckpt.compat.autograd import SavedTensorHooks, top_saved_tensor_hooks
 from hf_ckpt.compat.private import private
-from hf_ckpt.compat.torch import SavedTensorHooks, top_saved_tensor_hooks, untraced
+from hf_ckpt.compat.torch import untraced
 
 StopRecomputation: type[Exception] = private("torch.utils.checkpoint._StopRecomputationError")
 """The exception by which torch ends a recomputation as soon as it has made every tensor that backward needs."""

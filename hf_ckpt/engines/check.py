@@ -266,7 +266,7 @@ class Check:
         bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
         # torch's own selective checkpointing, or a count of operations, must not see what only the check does. So it is
         # wherever `unseen_by_modes` stands below.
-        with compat.torch.unseen_by_modes():
+        with compat.modes.unseen_by_modes():
             changes = self.changes = _Changes(self.module, args)
         # Only the first call runs under the hooks of this check.
         forward = FirstThenAgain(
@@ -283,10 +283,10 @@ class Check:
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, and see what autograd saves."""
         assert self.changes is not None
-        with torch.no_grad(), compat.torch.unseen_by_modes():
+        with torch.no_grad(), compat.modes.unseen_by_modes():
             inputs = _plain_among(args, kwargs)
             self.changes.inputs = [Seen(tensor.detach()) if self.reserve(tensor) else None for tensor in inputs]
-        outer = compat.torch.top_saved_tensor_hooks()
+        outer = compat.autograd.top_saved_tensor_hooks()
         if outer is None:
             return function(*args, **kwargs)
         # The graph refers to `unpack` only, so not to the outer hooks, which hold the inputs of the block.
@@ -296,12 +296,12 @@ class Check:
     def _run_again(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Recompute the block, and compare its inputs with those of the forward until the check has ended."""
         if self.changes is not None:
-            with torch.no_grad(), compat.torch.unseen_by_modes():
+            with torch.no_grad(), compat.modes.unseen_by_modes():
                 self.changes.runs_again(_plain_among(args, kwargs))
         return function(*args, **kwargs)
 
     @compat.torch.untraced  # compiled parts of a block call it
-    def pack(self, outer: compat.torch.SavedTensorHooks, tensor: torch.Tensor) -> CheckedTensor:
+    def pack(self, outer: compat.autograd.SavedTensorHooks, tensor: torch.Tensor) -> CheckedTensor:
         """Saved-tensor hook: pass a tensor to the `outer` hooks, and keep a reference to it."""
         assert self.changes is not None
         outer_pack, outer_unpack = outer
@@ -322,7 +322,7 @@ class Check:
         is_held = is_weight and not is_written  # by the model
         if is_held or self.reserve(tensor, copied=is_written):
             seen = Seen(tensor.detach())
-            with compat.torch.unseen_by_modes():
+            with compat.modes.unseen_by_modes():
                 values = seen.tensor.clone() if is_written else seen.tensor
             modules = map(id, compat.frames.calling_objects(nn.Module))
             name = next((self._names[module] for module in modules if module in self._names), "")
@@ -348,8 +348,8 @@ class Check:
         if self.changes is None or self.changes.forward_runs or not self.schedule_end():
             return saved.load(saved.packed)
         tensor = saved.load(saved.packed)
-        if saved.reference is not None and not compat.torch.is_unused_random_state(tensor):
-            with torch.no_grad(), compat.torch.unseen_by_modes():
+        if saved.reference is not None and not compat.autograd.is_unused_random_state(tensor):
+            with torch.no_grad(), compat.modes.unseen_by_modes():
                 self._compare(saved.reference, tensor)
         saved.reference = None
         return tensor
@@ -372,7 +372,7 @@ class Check:
 
     def schedule_end(self) -> bool:
         """Schedule the end of the check for the end of the running backward; return False if none is running."""
-        if not self.ends and compat.torch.call_after_backward(self._end):
+        if not self.ends and compat.autograd.call_after_backward(self._end):
             self.ends = True
             assert self.changes is not None
             self.changes.backward_begins(self.whole)

@@ -65,7 +65,7 @@ class CompiledRegion(Region):
         module = compat.transformers.module_of(fn)
         self.forwards += 1
         # A mode that sees every operation, such as a count of them, would see none inside a graph.
-        if compat.torch.is_seen_by_modes():
+        if compat.modes.is_seen_by_modes():
             return self.eager(fn, *args)
         if module is not None:
             self._refuse_hooks(fn, module)
@@ -85,14 +85,14 @@ class CompiledRegion(Region):
     def _refuse_hooks(self, fn: Callable[..., Any], module: nn.Module) -> None:
         """Raise `HfCkptError` for a hook inside the block. Searched again only after some hook was registered."""
         # A walk over all modules in each forward would take longer than the call of the graph.
-        registered = compat.torch.registered_hooks()
+        registered = compat.hooks.registered_hooks()
         if registered == self.without_hooks:
             return
         # The block is called with its own hooks until transformers 5.17.
         called_whole = compat.compiler.call_parts(fn)[0].__name__ != "forward"
         inside = (part for part in module.modules() if called_whole or part is not module)
         hooked = next((f"a `{type(part).__name__}` inside" for part in inside if _is_watched(part)), "")
-        if hooked or compat.torch.has_global_hooks():
+        if hooked or compat.hooks.has_global_hooks():
             raise HfCkptError(
                 f"block {self.block!r} is compiled, and would not call the hook on {hooked or 'all modules'}. Remove "
                 "the hook, or leave `compile` out."

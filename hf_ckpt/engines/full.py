@@ -140,7 +140,7 @@ class FullRegion(Region):
                 runs, self.state_for(fn, SeenTensors(tensors) if tensors else NO_TENSORS), args
             )
         except RuntimeError as error:
-            if compat.torch.refuses_hooks(error):
+            if compat.autograd.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             raise
         except Exception:  # the end of the model's forward, which is told of it, ends the count
@@ -300,7 +300,7 @@ def _name_block(block: str, error: Exception) -> None:
 
     Raises `ChangedBlockError` if an input of the block was changed in place.
     """
-    if compat.torch.is_in_place_error(error):
+    if compat.autograd.is_in_place_error(error):
         raise ChangedBlockError(block, "an input was changed in place") from error
     # Errors of hf_ckpt name the block themselves. Out of memory is no fault of the block, and the guard retries.
     if not isinstance(error, HfCkptError) and not compat.devices.is_out_of_memory(error):

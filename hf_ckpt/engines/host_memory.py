@@ -154,7 +154,7 @@ class Mover:
         if not isinstance(hidden, torch.Tensor) or compat.torch.is_fake(hidden):
             return None
         lane = self._lane(hidden.device)
-        if lane is not None and compat.torch.top_saved_tensor_hooks() is None:
+        if lane is not None and compat.autograd.top_saved_tensor_hooks() is None:
             return Group(self, block, lane, hidden)
         why = "there are saved-tensor hooks around the model (another checkpoint, `save_on_cpu`)"
         if lane is None:
@@ -239,7 +239,7 @@ class Group:
         # Weak values: a slot lives as long as the graph that holds it, so host memory is returned with the graph.
         self.slots: weakref.WeakValueDictionary[tuple[int, int], Slot] = weakref.WeakValueDictionary()
         """(storage, in-place version) -> what was moved, in this order, as long as the graph holds it."""
-        self.first = compat.torch.next_autograd_sequence_number()
+        self.first = compat.autograd.next_autograd_sequence_number()
         """Autograd nodes of this block have this sequence number or a larger one."""
         self.moved_bytes = 0
         self.before: Callable[[], Group | None] = getattr(mover.of_thread, "last", lambda: None)

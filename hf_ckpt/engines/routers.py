@@ -104,7 +104,7 @@ def hooks(regions: Collection[Region], blocks: FoundBlocks) -> Iterator[Hook]:
 def enter_router(router: nn.Module, args: tuple[Any, ...]) -> None:
     """Forward pre-hook of a router: in a checkpointed block, start to intercept its choices."""
     # Compiled blocks keep their choices by the partitioner, see `compat.compiler`.
-    if not compat.torch.is_compiling() and running.choices is not None and not compat.torch.transforms():
+    if not compat.torch.is_compiling() and running.choices is not None and not compat.modes.transforms():
         running.choices.intercept(True)
 
 

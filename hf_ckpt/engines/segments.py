@@ -169,7 +169,7 @@ class Run:
             results = run.tensors = run._again(results)
         # A backward that ends before the first block of the segment leaves some.
         left = [weakref.ref(run) for run in runs]
-        if not compat.torch.call_after_backward(functools.partial(_let_go, left)):
+        if not compat.autograd.call_after_backward(functools.partial(_let_go, left)):
             _let_go(left)
         return dict(results)
 
@@ -223,7 +223,7 @@ def _geometry_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def are_others_hooks() -> bool:
     """Whether saved-tensor hooks that are not those of `offload` say where tensors are kept."""
-    hooks = compat.torch.top_saved_tensor_hooks()
+    hooks = compat.autograd.top_saved_tensor_hooks()
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Group)
 
 
@@ -256,7 +256,7 @@ def pass_on(
     hidden = args[0]
     held = [_held(arg, run, block) for arg in args]
     if run is None:
-        pack, unpack = compat.torch.top_saved_tensor_hooks() or (functools.partial(Kept, block=block), Kept.value)
+        pack, unpack = compat.autograd.top_saved_tensor_hooks() or (functools.partial(Kept, block=block), Kept.value)
         held[0] = _Start(pack(hidden), unpack, hidden.requires_grad)
     this_run = Run(again, held, block, hidden.device.type)
     inputs = {id(_owner_of(value)) for value in (*args, *others) if isinstance(value, torch.Tensor)}

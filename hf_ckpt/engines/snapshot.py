@@ -284,7 +284,7 @@ class Snapshot:
         for (number, key), content in self.held:
             recorded[number][key] = copied(content, copies)
         # Copies are no operations of the block: torch's own selective checkpointing must not count them.
-        with compat.torch.unseen_by_modes():
+        with compat.modes.unseen_by_modes():
             for each in self.stored:
                 number, key = each.place
                 has_changed = each.place in settings.learned.changing or each.seen.is_overwritten
@@ -375,7 +375,7 @@ def _checksum(tensor: Any) -> torch.Tensor | None:
     """Return the sum of the words of a large parameter, read without a copy of it; None for other tensors."""
     if type(tensor) is not nn.Parameter or is_small(tensor) or tensor.is_meta or not tensor.is_contiguous():
         return None
-    with compat.torch.unseen_by_modes():
+    with compat.modes.unseen_by_modes():
         values = tensor.detach().view(-1).view(torch.uint8)
         words = values[: len(values) // 8 * 8]
         return words.view(torch.int64).sum() if words.storage_offset() % 8 == 0 else None
@@ -388,7 +388,7 @@ def without_graph(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.grad_fn is None:
         return value
-    with compat.torch.unseen_by_modes():
+    with compat.modes.unseen_by_modes():
         return value.detach().requires_grad_()
 
 

@@ -93,12 +93,12 @@ class ForwardState:
         snapshot = self.snapshot
         if snapshot is None:
             return self._run_again(fn, args, is_unchanged=self.inputs.are_unchanged())
-        hooks = compat.torch.tensor_hooks(snapshot.seen.tensors)
+        hooks = compat.hooks.tensor_hooks(snapshot.seen.tensors)
         try:
             is_unchanged = self.inputs.are_unchanged() and snapshot.is_unchanged()
             return self._run_again(fn, args, is_unchanged=is_unchanged and snapshot.settings.learned.has_stopped)
         finally:
-            if compat.torch.restore_tensor_hooks(snapshot.seen.tensors, hooks):
+            if compat.hooks.restore_tensor_hooks(snapshot.seen.tensors, hooks):
                 # The block may keep the handle in an attribute, which is an object that is not compared.
                 snapshot.settings.learned.changes_attributes = True
 

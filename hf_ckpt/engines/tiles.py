@@ -108,7 +108,7 @@ class TiledRegion(FullSelectiveRegion):
             output = self._in_tiles(part, module, forward, torch.split(rows, tokens, dim=1))
         except Exception as error:
             # A recomputation must run as the forward did, and torch ends it by an exception, too.
-            if compat.torch.running_node() is not None or compat.devices.is_out_of_memory(error):
+            if compat.autograd.running_node() is not None or compat.devices.is_out_of_memory(error):
                 raise
             self._set_part(name, module, f"a tile raised {reason_of(error)}")
             raise _TileFailedError from error

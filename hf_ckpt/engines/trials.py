@@ -102,7 +102,7 @@ class Trials:
     def recompute(self, recomputation: Recomputation) -> Any:
         """Run the trials, and then the recomputation."""
         for trial in self.shown:
-            with compat.torch.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
+            with compat.autograd.without_saved_tensor_hooks():  # torch's checkpoint must not see what this saves
                 self._run(trial, Boundary.SHOWN, recomputation, trial.alone(recomputation.plain))
         if self.last is None:
             return self._marked(recomputation)
@@ -122,7 +122,7 @@ class Trials:
     ) -> None:
         """Run `function`, the block under the action of a trial, between the marks of the trial."""
         if compat.devices.autocast_is_on() and torch.is_autocast_cache_enabled():
-            with compat.torch.without_saved_tensor_hooks():
+            with compat.autograd.without_saved_tensor_hooks():
                 recomputation.again(recomputation.plain)
         has_held = self._mark_held(recomputation)
         self.mark(Boundary.CAST, self.block, True, trial.action)
@@ -147,7 +147,7 @@ class Trials:
         block = compat.transformers.module_of(recomputation.plain)
         if block is None or not compat.peft.has_inputs_held(block):
             return False
-        with compat.torch.saving_nothing():
+        with compat.autograd.saving_nothing():
             output = recomputation.again(recomputation.plain)
         graph = [leaf.grad_fn for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         del output
@@ -166,7 +166,7 @@ class _Inputs:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-        self._users = list(map(compat.torch.users_of, tensors))
+        self._users = list(map(compat.autograd.users_of, tensors))
         self._passed_on: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class _Inputs:
         if not self._sizes:
             return Freed()
         # Counted as before: the variables of a loop would refer to the tensors, too.
-        users = list(map(compat.torch.users_of, self._tensors))
+        users = list(map(compat.autograd.users_of, self._tensors))
         are_kept = map(operator.gt, users, self._users)
         hidden, *others = [0 if is_kept else size for size, is_kept in zip(self._sizes, are_kept, strict=True)]
         shared = sum(others) + sum(size for tensor, size in self._passed_on if tensor() is None)

@@ -17,7 +17,7 @@ Price = Callable[[int, int, int], int]
 """(floating-point operations, bytes read and written, bytes of an element) -> nanoseconds."""
 
 
-class FakeMeter(compat.torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeMeter(compat.modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation of a step on fake tensors, for a reader of memory; answers what asks for values.
 
     It is the `Clock` of the step, too: its time is what a device would need for all operations so far.

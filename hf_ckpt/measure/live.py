@@ -53,7 +53,7 @@ class _Alive(weakref.ref):  # type: ignore[type-arg]
     size: int
 
 
-class LiveBytes(compat.torch.TorchDispatchMode, MemoryReader):  # type: ignore[no-untyped-call]
+class LiveBytes(compat.modes.TorchDispatchMode, MemoryReader):  # type: ignore[no-untyped-call]
     """Counts the bytes of all live tensor storages, each once, after every operation of forward and backward.
 
         with LiveBytes(model) as live:
@@ -111,14 +111,14 @@ class LiveBytes(compat.torch.TorchDispatchMode, MemoryReader):  # type: ignore[n
             self._running = True
             _started.add(self)
             compat.torch.watch_resizes(self.count_storage)
-            compat.torch.enter_dispatch_mode_below(self)
+            compat.modes.enter_dispatch_mode_below(self)
 
     def stop(self) -> None:
         """Stop counting what is made."""
         self._running = False
         _started.discard(self)
         compat.torch.unwatch_resizes(self.count_storage)
-        compat.torch.leave_dispatch_mode(self)
+        compat.modes.leave_dispatch_mode(self)
 
     def stop_if(self, is_over: Callable[[], bool]) -> None:
         """Stop counting once `is_over`, which every operation calls, returns True."""
@@ -126,7 +126,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, MemoryReader):  # type: ignore[n
 
     def sees_this_thread(self) -> bool:
         """Whether it counts what this thread allocates: a backward may run in another one than the forward."""
-        return not self._running or compat.torch.is_dispatch_mode_on(self)
+        return not self._running or compat.modes.is_dispatch_mode_on(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and compat.torch.is_any_wrapper(types):
@@ -144,7 +144,7 @@ class LiveBytes(compat.torch.TorchDispatchMode, MemoryReader):  # type: ignore[n
             raise
         finally:
             if not self._running:
-                compat.torch.leave_after_operation(self)
+                compat.modes.leave_after_operation(self)
 
     def _interrupt(self) -> None:
         self.is_over = _always

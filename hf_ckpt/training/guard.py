@@ -252,7 +252,7 @@ class OomGuard:
         """
         # A fused optimizer does not count its changes of weights.
         changed = weights != _state_of(self._trained) or self._was_optimized
-        if changed or compat.torch.has_gradient_hooks(self._trained):
+        if changed or compat.hooks.has_gradient_hooks(self._trained):
             raise HfCkptError("The backward may have changed weights (an optimizer runs inside it): no retry.")
         if self._foreign and self._finds_left():
             raise HfCkptError(

@@ -153,7 +153,7 @@ class Session:
         A recomputation of a user's own checkpoint runs within a backward, and torch ends it by an error.
         """
         is_of_user = error is not None and not compat.devices.is_out_of_memory(error)
-        if not is_of_user or compat.torch.running_node() is not None:
+        if not is_of_user or compat.autograd.running_node() is not None:
             self.planning.failed()
 
     def before_others(self) -> None:

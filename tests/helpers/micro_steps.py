@@ -229,9 +229,9 @@ def in_a_thread(run, tokens):
 @contextlib.contextmanager
 def counting_here(live):
     """Modes that see every operation are on in one thread only."""
-    compat.torch.enter_dispatch_mode_below(live)
+    compat.modes.enter_dispatch_mode_below(live)
     yield
-    compat.torch.leave_dispatch_mode(live)
+    compat.modes.leave_dispatch_mode(live)
 
 
 MICRO_STEPS = [

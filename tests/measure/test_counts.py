@@ -160,11 +160,11 @@ class Seen(TorchDispatchMode):
 def test_a_mode_is_entered_below_those_that_are_on():
     below, before = Seen(), _get_current_dispatch_mode_stack()
     with Seen() as above:
-        compat.torch.enter_dispatch_mode_below(below)
+        compat.modes.enter_dispatch_mode_below(below)
         assert _get_current_dispatch_mode_stack() == [below, *before, above]
         torch.ones(2) + 1
     torch.ones(2) + 1
-    compat.torch.leave_dispatch_mode(below)
+    compat.modes.leave_dispatch_mode(below)
     torch.ones(2) + 1
     assert (above.count, below.count) == (2, 4)
     assert _get_current_dispatch_mode_stack() == before
@@ -181,17 +181,17 @@ def test_garbage_collected_meanwhile_does_not_leave_a_mode_on(monkeypatch):
             gc.collect()
         return _pop_mode()
 
-    monkeypatch.setattr("hf_ckpt.compat.torch._pop_mode", pop)
-    compat.torch.enter_dispatch_mode_below(old)
+    monkeypatch.setattr("hf_ckpt.compat.modes._pop_mode", pop)
+    compat.modes.enter_dispatch_mode_below(old)
     model = torch.nn.Identity()
     model.itself = [model]
-    weakref.finalize(model, compat.torch.leave_dispatch_mode, old)
+    weakref.finalize(model, compat.modes.leave_dispatch_mode, old)
     del model
-    compat.torch.enter_dispatch_mode_below(new)
+    compat.modes.enter_dispatch_mode_below(new)
     assert gc.isenabled()
     gc.collect()
     assert _get_current_dispatch_mode_stack() == [new, *before]
-    compat.torch.leave_dispatch_mode(new)
+    compat.modes.leave_dispatch_mode(new)
     assert _get_current_dispatch_mode_stack() == before
 
 
@@ -207,6 +207,6 @@ def test_an_interrupt_inside_an_operation_ends_the_count_for_good(monkeypatch):
         patched.setattr(live, "_count_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             torch.ones(2)
-    assert not compat.torch.is_dispatch_mode_on(live)
+    assert not compat.modes.is_dispatch_mode_on(live)
     live.start()  # as an optimizer's step would
-    assert not compat.torch.is_dispatch_mode_on(live)
+    assert not compat.modes.is_dispatch_mode_on(live)

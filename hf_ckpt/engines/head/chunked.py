@@ -64,7 +64,7 @@ def why_head_stays_whole(head: nn.Module) -> str | None:
     values = (value for module in modules for value in vars(module).values())
     if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in values):
         return "its weights are computed (by `weight_norm`?), and backward runs through their graph only once"
-    if compat.torch.transforms():
+    if compat.modes.transforms():
         return "a transform of torch.func or forward-mode AD is active"
     return None
 

@@ -102,7 +102,7 @@ class Logits(torch.Tensor):
     def in_its_place(self) -> bool:
         """Whether gradients go straight to `hidden`, without another autograd function in between."""
         # DDP puts a function around the outputs of a model. Such a one may have a gradient of its own.
-        with compat.torch.without_torch_function():
+        with compat.modes.without_torch_function():
             return self.grad_fn is None or self.grad_fn.name() == "InChunksBackward"
 
     def work(self, function: Callable[..., torch.Tensor], beside: torch.Tensor | None = None) -> Work:
@@ -179,7 +179,7 @@ class Logits(torch.Tensor):
         # Once all values exist, chunks would compute them a second time.
         if isinstance(first, Logits) and first.computed is None:
             if func in DESCRIBING:
-                with compat.torch.without_torch_function():
+                with compat.modes.without_torch_function():
                     return func(*args, **kwargs)
             if func in cls.rules and first.in_its_place():
                 first.check()

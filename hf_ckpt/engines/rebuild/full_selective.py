@@ -100,9 +100,9 @@ def _run_under_selective(fn: Callable[..., Any], region: RebuildRegion, useless:
     )
 
 
-def _hooks_of_checkpoint() -> compat.torch.SavedTensorHooks | None:
+def _hooks_of_checkpoint() -> compat.autograd.SavedTensorHooks | None:
     """Return the saved-tensor hooks of the checkpoint around the block; None if it runs for what it returns."""
-    hooks = None if compat.torch.is_compiling() else compat.torch.top_saved_tensor_hooks()
+    hooks = None if compat.torch.is_compiling() else compat.autograd.top_saved_tensor_hooks()
     return hooks if hooks is not None and compat.checkpoint.are_of_a_checkpoint(hooks) else None
 
 
@@ -166,7 +166,7 @@ class _Loaded:
 
         torch's checkpoint lets go of each tensor as it returns it, so a trial would show less than `selective` needs.
         """
-        node = compat.torch.running_node()._sequence_nr()
+        node = compat.autograd.running_node()._sequence_nr()
         if node != self.node:
             self.node = node
             self.held = []

@@ -32,7 +32,7 @@ from hf_ckpt.engines.rebuild.unpacking import read_saved
 from hf_ckpt.engines.rebuild.values import DEEPEST, Rebuilt, Stored, Value, View, Work, fix_strides, strides_of
 from hf_ckpt.engines.seen import Kept, Seen
 
-next_sequence_number = compat.torch.next_autograd_sequence_number  # called for every tensor
+next_sequence_number = compat.autograd.next_autograd_sequence_number  # called for every tensor
 
 
 class Rebuilds(Protocol):
@@ -253,7 +253,7 @@ class Graph:
         # A number, such as the 3.3 of `x / 3.3`, is saved as a tensor that hooks do not get. So it may be read even
         # where other hooks packed the tensors of the node. It is kept as it is: a copy would no longer be a number,
         # and would turn a result without dimensions into float64.
-        readable = self.may_read(node) or not compat.torch.is_held_by_hooks(node, name)
+        readable = self.may_read(node) or not compat.autograd.is_held_by_hooks(node, name)
         operand = read_saved(node, name) if readable else None
         if isinstance(operand, (Rebuilt, View, Stored)):
             return operand

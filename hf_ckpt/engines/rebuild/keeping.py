@@ -25,7 +25,7 @@ class Keeping:
         store: hooks that store kept tensors elsewhere, such as in host memory; None to keep them as they are.
     """
 
-    def __init__(self, block: str, store: compat.torch.SavedTensorHooks | None) -> None:
+    def __init__(self, block: str, store: compat.autograd.SavedTensorHooks | None) -> None:
         self._stored: dict[_Name, Stored] = {}
         self.keep: Keep = functools.partial(Kept, block=block)
         if store is not None:

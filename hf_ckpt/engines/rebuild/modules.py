@@ -25,7 +25,7 @@ def enter_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     # Another hook may change the input or the output, and accelerate's may fetch the weights for as long as the forward
     # runs, so operations of such a module are rebuilt one by one. Global ones run between it and `leave_module`.
     alone = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
-    alone = alone and not compat.torch.global_forward_hooks
+    alone = alone and not compat.hooks.global_forward_hooks
     if tape.parts is not None:
         tape.forget_freed(next_sequence_number())
         tape.parts.add(*module._parameters.values())

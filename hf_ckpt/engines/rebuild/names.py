@@ -180,7 +180,7 @@ class Recording:
         Names are for people only, and may not end a run.
         """
         try:
-            with compat.torch.without_torch_functions():
+            with compat.modes.without_torch_functions():
                 yield
         except Exception as error:  # of all kinds: tensors of users' own types run their code
             warn_once(

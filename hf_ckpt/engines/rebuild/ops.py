@@ -169,7 +169,7 @@ def rounds_by_strides(row: Op, node: Any, number: int) -> bool:
 
 def has_one_layout(value: Value) -> bool:
     """Whether all memory formats that a copy may have had give the value the same strides, or views would fail."""
-    with torch.no_grad(), compat.torch.unseen_by_modes():
+    with torch.no_grad(), compat.modes.unseen_by_modes():
         layouts = _layouts(value)
     return bool(layouts) and len({tensor.stride() for tensor in layouts}) == 1
 
@@ -287,7 +287,7 @@ def _rule_of_dropout(device: torch.device, dtype: torch.dtype) -> Callable[..., 
         return None
     # The trial draws, in the middle of the user's forward: random state is put back. And torch's own selective
     # checkpointing, or a count of operations, must not see operations that the block does not run.
-    with torch.no_grad(), compat.torch.unseen_by_modes(), compat.process_state.RandomState([device]).kept():
+    with torch.no_grad(), compat.modes.unseen_by_modes(), compat.process_state.RandomState([device]).kept():
         values = torch.randn(2**12, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
         tries = [(1.0 - p, *torch.native_dropout(values, p, True)) for p in (0.1, 0.3, 0.7)]
         rules = (_dropped_on_cpu, _dropped_on_cuda)

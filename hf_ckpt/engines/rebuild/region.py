@@ -106,7 +106,7 @@ class RebuildRegion(Region):
         self.forwards += 1
         self.moved_bytes = 0
         self.dropped_tensors = 0
-        outer = compat.torch.top_saved_tensor_hooks()
+        outer = compat.autograd.top_saved_tensor_hooks()
         # torch's checkpoint lets each tensor be unpacked once. Here, one kept tensor serves several operations.
         if outer is not None and compat.checkpoint.are_of_a_checkpoint(outer):
             warn_once(log, "hf_ckpt: `selective` has no effect in blocks that another checkpoint recomputes.")
@@ -127,8 +127,8 @@ class RebuildRegion(Region):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         *,
-        store: compat.torch.SavedTensorHooks | None = None,
-        hooks: Callable[[Tape], compat.torch.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
+        store: compat.autograd.SavedTensorHooks | None = None,
+        hooks: Callable[[Tape], compat.autograd.SavedTensorHooks] = lambda tape: (tape.pack, unpack),
         describes: bool = False,
         useless: str = "",
     ) -> Any:
@@ -164,7 +164,7 @@ class RebuildRegion(Region):
         except BaseException as error:
             # torch ends a recomputation by an exception as soon as it has saved all that the forward saved.
             has_ended = isinstance(error, compat.checkpoint.StopRecomputation)
-            if isinstance(error, RuntimeError) and compat.torch.refuses_hooks(error):
+            if isinstance(error, RuntimeError) and compat.autograd.refuses_hooks(error):
                 raise TransformError(self.block, CALLS_A_TRANSFORM) from error
             # After other errors, the end of the model's forward, which is told of it, ends the count.
             if not isinstance(error, Exception):
@@ -177,7 +177,9 @@ class RebuildRegion(Region):
                 recording.close()
             self._learn(tape, useless if has_ended else None)
 
-    def _tape(self, fn: Callable[..., Any], args: tuple[Any, ...], store: compat.torch.SavedTensorHooks | None) -> Tape:
+    def _tape(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], store: compat.autograd.SavedTensorHooks | None
+    ) -> Tape:
         """Return the tape of a forward that begins."""
         if self.parts_are_sharded is None:
             block = compat.transformers.module_of(fn)
@@ -188,7 +190,7 @@ class RebuildRegion(Region):
         """Return what records the names of saved tensors in the first forward; None in later ones."""
         if self.saved is not None or not args or compat.torch.is_fake(args[0]):
             return None
-        with compat.torch.without_torch_functions():  # a mode may refuse tensors that the block does not use
+        with compat.modes.without_torch_functions():  # a mode may refuse tensors that the block does not use
             return Recording(Names(compat.transformers.module_of(fn), tape.graph, args[0]))
 
     def _learn(self, tape: Tape, useless: str | None) -> None:
@@ -229,7 +231,7 @@ class RebuildRegion(Region):
         vars(self).update(state, rows=ops_for(state["save"]))
 
 
-def _without_graphs(hooks: compat.torch.SavedTensorHooks) -> compat.torch.SavedTensorHooks:
+def _without_graphs(hooks: compat.autograd.SavedTensorHooks) -> compat.autograd.SavedTensorHooks:
     """Return the user's hooks for kept tensors. They get no graph: a node that holds its own result is never freed.
 
     TRL's hooks copy on a stream of their own, and expect one node to use what they return; here it is kept for several.

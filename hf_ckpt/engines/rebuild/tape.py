@@ -63,7 +63,7 @@ class Tape:
         self,
         region: RecordsTape,
         args: tuple[Any, ...],
-        store: compat.torch.SavedTensorHooks | None,
+        store: compat.autograd.SavedTensorHooks | None,
         versions: dict[int, int] | None,
     ) -> None:
         self.region = region

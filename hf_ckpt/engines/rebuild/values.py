@@ -107,7 +107,7 @@ class Stored(Shared):
     depth: ClassVar[int] = 0
     """Number of values behind it, see `DEEPEST`."""
 
-    def __init__(self, tensor: torch.Tensor, hooks: compat.torch.SavedTensorHooks, block: str) -> None:
+    def __init__(self, tensor: torch.Tensor, hooks: compat.autograd.SavedTensorHooks, block: str) -> None:
         super().__init__()
         self.block = block
         self.hooks = hooks
