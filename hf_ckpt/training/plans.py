@@ -3,7 +3,9 @@ be the fastest for it."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import logging
 import types
 from collections.abc import Collection, Mapping, Sequence
 
@@ -15,6 +17,7 @@ from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading, with_segments
 from hf_ckpt.engines.segments import are_others_hooks
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.forecast.devices import this_device
+from hf_ckpt.logs import warn_once
 from hf_ckpt.models.blocks import FoundBlocks
 from hf_ckpt.planner import policies
 from hf_ckpt.planner.planner import Planner, Selection, in_segments_of
@@ -25,6 +28,8 @@ from hf_ckpt.training.batches import Batch
 from hf_ckpt.training.budget import Budget
 from hf_ckpt.training.measurements import Measurements
 from hf_ckpt.training.phases import Actions, Entered, Entrant, Phase
+
+log = logging.getLogger(__name__)
 
 NO_ACTIONS: Mapping[str, Action] = types.MappingProxyType({})
 NO_ATTEMPTS: Mapping[str, Attempts] = types.MappingProxyType({})
@@ -246,6 +251,7 @@ class PlanMaker:
             return [first], hints
         divided = in_segments_of(with_host[0], self._spec.segments, self._measurements.fixed)
         if not divided:
+            self._say_without_segments(with_host[0])
             return [first], hints
         least = dataclasses.replace(self._measurements.least, made=True)
         segmented, hints_of_segmented = self._entrant((least,), divided, limit)
@@ -255,6 +261,13 @@ class PlanMaker:
             return [first], hints
         lowest, hints = self._entrant(self._measurements.actions, [*with_host, *divided], limit)
         return [lowest], hints
+
+    def _say_without_segments(self, costs: Costs) -> None:
+        """Warn once if the plan has no segments, although the spec asks for them."""
+        counts = collections.Counter(call.block.name for call in costs.calls)
+        if self._spec.segments is not None and max(counts.values()) > 1:
+            text = "hf_ckpt: the plan has no `segments`, because each step calls %s several times."
+            warn_once(log, text, f"`{max(counts, key=lambda name: counts[name])}`")
 
     def _entrant(self, allowed: Actions, costs: Sequence[Costs], limit: int) -> tuple[Entrant, Sequence[str]]:
         """The fastest plan with these costs, and what would lower its peak, if that is above a limit, in bytes."""

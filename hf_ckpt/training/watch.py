@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Collection
 
+import torch
 from torch import nn
 
 from hf_ckpt import compat
@@ -108,18 +110,14 @@ class Watch:
         self._forwards += 1
         if session is not None and session.recorder is not None:
             return  # the peak of the first step under a plan is measured, and a check would add to it
-        if self._forwards < self._next or compat.devices.is_capturing():
-            return  # a check waits for the device, which a captured graph does not allow
-        blocks = self._blocks(record, running)
+        has_budget = session is not None and not session.gave_up
         devices = compat.distributed.devices_of_model(base)
-        room: int | None
-        if session is not None and not session.gave_up:
-            room = session.room_bytes()
-        elif self._forwards == 1 and compat.devices.accelerators(devices):
-            return  # what a device has left is known once the allocator has seen the peak of a step
-        else:
-            room = spare_bytes(devices)
+        if not self._is_due(has_budget, devices):
+            return
         self._next = self._forwards + self.check_every  # also if this forward cannot be checked: the next is alike
+        self._not_checked |= _never_checked(record, running)
+        blocks = _checkable(record, running)
+        room = session.room_bytes() if session is not None and has_budget else spare_bytes(devices)
         if not blocks:
             return
         if room is None:
@@ -136,22 +134,12 @@ class Watch:
         check = put_check(module, name, room_bytes=room, whole=parameters_stay, done=self._has_ended)
         self._check = weakref.ref(check)
 
-    def _blocks(self, record: Installation, running: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return (name, block) for the blocks that can be checked, in order."""
-        regions = record.regions
-        # Something else may have taken a function off its block.
-        present = [name for name, module in record.blocks.items() if function_of(module) is regions.get(name, module)]
-        names = [name for name in present if not regions[name].compiles_block]
-        if any(region.compiles_block for region in regions.values()):
-            self._not_checked["compiled blocks"] = "what its backward gets is inside a graph; use `hf_ckpt.verify`"
-        elif not regions:
-            self._not_checked["blocks under `keep`"] = "their backward uses what autograd saved"
-        graphs = [module for module in running.modules() if compat.compiler.is_compiled(module)]
-        compiled = {inner for module in graphs for inner in module.modules()}
-        blocks = [(name, record.blocks[name]) for name in names if record.blocks[name] not in compiled]
-        if len(blocks) < len(names):
-            self._not_checked["blocks that something else compiles"] = "torch would compile one once more to check it"
-        return blocks
+    def _is_due(self, has_budget: bool, devices: Collection[torch.device]) -> bool:
+        """Whether to check a block of this forward."""
+        if self._forwards < self._next or compat.devices.is_capturing():
+            return False  # a check waits for the device, which a captured graph does not allow
+        # What a device has left is known once the allocator has seen the peak of a step.
+        return has_budget or self._forwards > 1 or not compat.devices.accelerators(devices)
 
     def _has_ended(self, check: Check) -> None:
         """Count a check that has ended, and warn of the first difference.
@@ -189,3 +177,30 @@ class Watch:
         """Return the results so far."""
         differences = tuple(map(str, self.differences))
         return Watched(self._checks, self._compared, differences, dict(self._not_checked))
+
+
+def _eager(record: Installation) -> list[str]:
+    """The blocks that hf_ckpt runs eagerly, in order."""
+    regions = record.regions
+    # Something else may have taken a function off its block.
+    present = [name for name, module in record.blocks.items() if function_of(module) is regions.get(name, module)]
+    return [name for name in present if not regions[name].compiles_block]
+
+
+def _checkable(record: Installation, running: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, block) for the blocks that can be checked, in order."""
+    graphs = [module for module in running.modules() if compat.compiler.is_compiled(module)]
+    compiled = {inner for module in graphs for inner in module.modules()}
+    return [(name, record.blocks[name]) for name in _eager(record) if record.blocks[name] not in compiled]
+
+
+def _never_checked(record: Installation, running: nn.Module) -> dict[str, str]:
+    """What cannot be checked in this forward -> why."""
+    reasons = {}
+    if any(region.compiles_block for region in record.regions.values()):
+        reasons["compiled blocks"] = "what its backward gets is inside a graph; use `hf_ckpt.verify`"
+    elif not record.regions:
+        reasons["blocks under `keep`"] = "their backward uses what autograd saved"
+    if len(_checkable(record, running)) < len(_eager(record)):
+        reasons["blocks that something else compiles"] = "torch would compile one once more to check it"
+    return reasons

@@ -172,6 +172,17 @@ def test_a_budget_plans_no_segments_inside_other_saved_tensor_hooks(more):
     assert planned_here.plan.prediction.peak_bytes == pytest.approx(peaks[-1], rel=0.001)
 
 
+def test_blocks_that_are_called_several_times_have_no_plan_in_segments_and_that_is_said(caplog):
+    batch = tiny_batch("llama", batch=2, tokens=32)
+    model = tiny_model("llama", layers=2, hidden=32, attention="sdpa")
+    model.model.layers.extend([*model.model.layers])
+    model.config.num_hidden_layers = 4
+    budgeted(model, "1GiB", segments="sqrt", check_every=0)
+    steps_until_planned(model, batch)
+    assert caplog.text.count("the plan has no `segments`, because each step calls `model.layers.0` several times") == 1
+    assert not any(action.made for _, action in hf_ckpt.describe(model).plan.actions)
+
+
 def test_segments_race_with_a_plan_that_offloads(monkeypatch):
     """Where only these two fit."""
     with_host = dataclasses.replace(this_device(), host_bandwidth=1e12)
