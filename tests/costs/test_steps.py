@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_ckpt.costs.costs import step_nanoseconds, timeline
-from hf_ckpt.costs.steps import Call, Needs, Part, needs_between
+from hf_ckpt.costs.steps import Call, Needs, Part, Step, needs_between
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.measure.levels import Boundary, Level, step_of
 from hf_ckpt.models.blocks import FoundBlocks
@@ -193,6 +193,47 @@ def test_steps_that_skip_blocks_tell_what_one_that_skips_none_needs(machine, cal
     assert peak_bytes >= max(real, machine.start)
     if {KEEP, SELECTIVE} <= {action for call in known.with_backwards[batch].calls for action in call.needs}:
         assert peak_bytes == max(real, machine.start)
+
+
+NOTHING = Part()
+SOME = Part(9)
+
+
+def call_of(block, number=0, *, net=0, has_input_graph=True, until_next=NOTHING, backward=SOME):
+    """A call whose forward leaves so many bytes."""
+    return Call((block, number), has_input_graph, Part(net, net), until_next, backward)
+
+
+def step_of_calls(*calls):
+    """A step with these calls, whose backward begins with all that their forwards leave."""
+    return Step(0, Part(), calls, sum(call.forward.net for call in calls))
+
+
+def test_skipped_blocks_are_like_the_nearest_equal_ones_of_their_forward():
+    """The first call has no graph at its input. It stands for no later block, although it is the nearest to one."""
+    beside = Part(3, 2)
+    first = [call_of("a", net=1, has_input_graph=False, until_next=beside), call_of("c", net=5), call_of("g", net=9)]
+    second = [call_of("g", 1, net=2)]  # which the first forward ended with
+    blocks = {**dict.fromkeys("abcdefg", "decoder"), "other": "tower"}
+    step = step_of_calls(*first, *second)
+    full = step.completed(blocks)
+    assert full.names == tuple((block, number) for number in (0, 1) for block in "abcdefg")
+    assert [call.forward.net for call in full.calls] == [1, 5, 5, 5, 5, 9, 9, *[2] * 7]
+    assert [call.until_next for call in full.calls] == [beside, *[Part()] * 13]
+    assert full.at_backward_bytes == sum(call.forward.net for call in full.calls)
+    assert full.completed(blocks) == full
+
+
+def test_what_tiles_keep_is_how_much_more_their_step_leaves():
+    """Only of calls that both steps have, with a backward, and of blocks that had the action."""
+    full = step_of_calls(call_of("a", net=20), call_of("b", net=20), call_of("c", net=20))
+    nets = {"a": 50, "b": 60, "c": 70, "d": 80}
+    tiled = step_of_calls(
+        *(call_of(name, net=net, backward=None if name == "b" else Part(7)) for name, net in nets.items())
+    )
+    shown = full.with_actions(tiled, {"a": SELECTIVE, "b": SELECTIVE, "d": SELECTIVE})
+    assert [call.needs for call in shown.calls] == [{SELECTIVE: Needs(50, 30, 0, 7)}, {}, {}]
+    assert [dataclasses.replace(call, needs={}) for call in shown.calls] == [*full.calls]
 
 
 def test_steps_that_tell_nothing():
