@@ -145,7 +145,6 @@ class EnableHook(ModelHook):
         if record is None:  # what somebody has put around this method outlives `uninstall`
             getattr(type(base), name)(base, options)
             return
-        record.outermost = None  # of a forward that Ctrl-C has ended: torch called no hook after it
         # transformers takes these two out of the kwargs and passes them separately.
         options = {"every_n_layers": every_n_layers, "offload": offload, **options}
         blocks = find_blocks(base)

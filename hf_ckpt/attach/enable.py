@@ -16,7 +16,7 @@ from torch import nn
 from hf_ckpt import compat
 from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
-from hf_ckpt.attach.hooks import INPUT_GRADIENTS, WHOLE, HeadForward, Instead, Skipped, remove_methods
+from hf_ckpt.attach.hooks import INPUT_GRADIENTS, WHOLE, HeadForward, Instead, Skipped, SwitchesOff, remove_methods
 from hf_ckpt.attach.passes import PassHook, Place, Reminder
 from hf_ckpt.attach.puts import Hooked, Put, Row, Weak, WithoutInputGradients, put, undo
 from hf_ckpt.attach.record import RECORD, Installation
@@ -71,7 +71,7 @@ def _rows(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
 def _rows_of_forwards(blocks: FoundBlocks, record: Installation) -> Iterator[Row]:
     """Yield a `PassHook` for the model, for models inside it that hold stacks, and for modules that run stacks.
 
-    The enable methods of models inside it do nothing from now on.
+    The enable methods of models inside it do nothing from now on, and their disable methods say what they do.
     """
     stack_of = {runner: stack for stack, runner in reversed(blocks.runners.items())}  # the first of several stacks
     drops_caches = bool(record.functions.made) or record.spec.is_planned  # a plan may come after a cache was made
@@ -83,6 +83,8 @@ def _rows_of_forwards(blocks: FoundBlocks, record: Installation) -> Iterator[Row
         if is_model and module is not blocks.base:
             for method in compat.transformers.ENABLE_NAMES:
                 yield Put(module, method, Skipped(blocks.base, module, method))
+            for method in compat.transformers.DISABLE_NAMES:
+                yield Put(module, method, SwitchesOff(blocks.base, module, method))
         session_name = None if module is blocks.base else stack_of.get(module, name)
         names: tuple[str, ...] = ()
         if module in stack_of:

@@ -99,6 +99,20 @@ class Skipped(ModelHook):
             getattr(type(module), name)(module, *args, **kwargs)
 
 
+class SwitchesOff(Skipped):
+    """Replaces a disable method of a model inside the planned one while a plan is enabled: it says what it does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Switch the blocks of the inner model off, as its class does."""
+        base, module, name = self.arguments()
+        if self.is_in_force:
+            text = (
+                "hf_ckpt: %s was disabled, and with it blocks of %s: its plan has no effect there until it is enabled."
+            )
+            warn_once(log, text, type(module).__name__, type(base).__name__)
+        getattr(type(module), name)(module, *args, **kwargs)
+
+
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 WHOLE = "hf_ckpt: the head of %s is not run in chunks, because %s."
@@ -183,6 +197,6 @@ def remove_methods(base: nn.Module, module: nn.Module) -> None:
             attributes["forward"] = forward.before
     elif isinstance(forward, HeadForward) and not forward.serves_another(base, module):
         del attributes["forward"]
-    for name in (*compat.transformers.ENABLE_NAMES, *INPUT_GRADIENTS):
+    for name in (*compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES, *INPUT_GRADIENTS):
         if isinstance(attributes.get(name), Skipped):
             del attributes[name]

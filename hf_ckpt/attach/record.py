@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from hf_ckpt import compat
 from hf_ckpt.attach.puts import Row, Weak, undo
 from hf_ckpt.attach.switches import Switched
 from hf_ckpt.engines.full import FullRegion
@@ -251,6 +253,8 @@ class Installation:
     outermost: weakref.ref[nn.Module] | None = None
     """The outermost module with a `PassHook` whose training forward runs. Only its arguments come from the caller:
     caches that inner modules get may be the model's own. The plan may change in the middle of the forward."""
+    thread: int = 0
+    """The thread that has called it."""
     other_forwards: int = 0
     """How many forwards the model has run outside training."""
     heads: ChunkCalls = dataclasses.field(default_factory=ChunkCalls)
@@ -280,10 +284,12 @@ class Installation:
     def enter(self, module: nn.Module) -> bool:
         """Record that the training forward of `module` begins. Returns whether it is the outermost."""
         running = None if self.outermost is None else self.outermost()
-        if running is None:
+        # torch calls no hook after a KeyboardInterrupt, so that its call may have ended without `leave`.
+        if running in (None, module) or not compat.frames.is_calling(self.thread, running):
             self.outermost = weakref.ref(module)
-        # torch calls no hook after a KeyboardInterrupt, so that a notebook's next forward may find its own module here.
-        return running is None or running is module
+            self.thread = threading.get_ident()
+            return True
+        return False
 
     def leave(self, module: nn.Module) -> bool:
         """Record that the training forward of `module` has ended. Returns whether it was the outermost."""

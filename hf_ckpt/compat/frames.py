@@ -109,6 +109,17 @@ def _calls_of(function: str) -> Iterator[Running]:
             yield Running(threading.get_ident(), id(frame), frame.f_code)
 
 
+def is_calling(thread: int, module: object) -> bool:
+    """Whether a thread, by its number, is inside a call of a module."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        # Other frames are not asked for their variables, which Python would keep alive until they end.
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def runs_in(thread: int, owner: object) -> bool:
     """Whether a thread, by its number, is inside a method of an object."""
     frame = sys._current_frames().get(thread)

@@ -206,8 +206,8 @@ class Sequences(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: not self.has_lora)
     def disable_the_inner_model(self):
-        if installation(self.ours.model) is not None:
-            disable(self.ours.model)
+        for model in self.both():
+            disable(model.model)
 
     @rule()
     @precondition(lambda self: not self.has_lora)

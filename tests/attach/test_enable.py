@@ -156,7 +156,6 @@ def test_an_interrupted_forward_does_not_hide_later_batches():
     with pytest.raises(KeyboardInterrupt):
         model(**BATCH)
     handle.remove()
-    enable(model)
     measured = installation(model).session.planning.measured_steps
     for _ in range(2):
         model.forward(**BATCH).loss.backward()
@@ -243,6 +242,19 @@ def test_a_plan_that_is_off_on_purpose_is_not_reminded_of(caplog, off):
     with hf_ckpt.paused(model):
         step(model, BATCH)
     assert not caplog.records
+
+
+def test_disabling_a_model_inside_the_planned_one_is_said_once(caplog):
+    """Its class switches the flags of blocks off, which are those of the plan."""
+    model = planned(tiny_model("llama"))
+    for _ in range(2):
+        getattr(model.model, compat.transformers.DISABLE_NAMES[-1])()
+        step(model, BATCH)
+    assert caplog.text.count("LlamaModel was disabled, and with it blocks of LlamaForCausalLM") == 1
+    assert recomputed(model) == []
+    enable(model)
+    step(model, BATCH)
+    assert recomputed(model) == ALL
 
 
 # --- refused requests -------------------------------------------------------------------------------------------------
