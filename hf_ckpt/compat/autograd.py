@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_ckpt.compat.private import private
+from hf_ckpt.compat.torch import untraced
 
 
 def call_after_backward(function: Callable[[], None]) -> bool:
@@ -71,9 +72,31 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         private("torch._C._autograd._push_saved_tensors_default_hooks")(*hooks)
 
 
-def saving_nothing() -> torch.autograd.graph.saved_tensors_hooks:
-    """Context manager in which graphs save no tensors, and so have no backward."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+class _NothingSavedError(Exception):
+    """A backward asked for a tensor of a graph that saves none."""
+
+
+@untraced
+def _save_nothing(tensor: torch.Tensor) -> None:
+    """Saved-tensor hook."""
+
+
+@untraced
+def _refuse_to_load(nothing: None) -> torch.Tensor:
+    """Saved-tensor hook."""
+    raise _NothingSavedError
+
+
+def run_without_saving(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function for what it returns: its graph, which must not be used, saves no tensors.
+
+    A function that runs a backward itself needs them, and is called once more.
+    """
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_save_nothing, _refuse_to_load):
+            return function(*args)
+    except _NothingSavedError:
+        return function(*args)
 
 
 def is_in_place_error(error: Exception) -> bool:

@@ -189,8 +189,7 @@ class Run:
                 context.enter_context(compat.devices.autocast_to(kind, dtype, caches=False))
             # With gradients on, as in the forward: kernels for inference may round otherwise. But nothing is saved.
             context.enter_context(torch.enable_grad())
-            context.enter_context(saved_tensors_hooks(_nothing, _nothing))
-            leaves = compat.torch.tree_leaves(self.again(*args))
+            leaves = compat.torch.tree_leaves(compat.autograd.run_without_saving(self.again, *args))
         tensors = {}
         for place in self.wanted:
             tensor = self._find(place)  # what exists, such as a position bias that later blocks hold, is not held twice
@@ -302,11 +301,6 @@ def _pack(run: Run, tensor: torch.Tensor) -> Result | Kept:
 @compat.torch.untraced
 def _unpack(packed: Result | Kept) -> torch.Tensor:
     return packed.run.take(packed.place) if isinstance(packed, Result) else packed.value()
-
-
-@compat.torch.untraced
-def _nothing(tensor: Any) -> Any:
-    return None
 
 
 def _let_go(runs: list[weakref.ref[Run]]) -> None:

@@ -147,8 +147,7 @@ class Trials:
         block = compat.transformers.module_of(recomputation.plain)
         if block is None or not compat.peft.has_inputs_held(block):
             return False
-        with compat.autograd.saving_nothing():
-            output = recomputation.again(recomputation.plain)
+        output = compat.autograd.run_without_saving(recomputation.again, recomputation.plain)
         graph = [leaf.grad_fn for leaf in compat.torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         del output
         self.mark(Boundary.HELD, self.block)

@@ -235,10 +235,24 @@ def writing_to_itself():
     return model
 
 
-@pytest.mark.parametrize("make", [with_lstm, writing_to_itself])
-def test_blocks_run_again_as_in_the_forward(make):
+def differentiating():
+    """Blocks that run a backward in their forward. To be made again, they run twice: the first run saves nothing."""
+
+    def run(block, hidden, shift):
+        energy = block.one(hidden).sin()
+        (slope,) = torch.autograd.grad(energy.square().sum(), energy, create_graph=True)
+        return work(block, hidden, shift) + slope * energy
+
+    return custom_model(run)
+
+
+@pytest.mark.parametrize(
+    ("make", "runs"),
+    [(with_lstm, [6, 6, 3]), (writing_to_itself, [6, 6, 3]), (differentiating, [12, 12, 6])],
+)
+def test_blocks_run_again_as_in_the_forward(make, runs):
     model = same_under(ONE, steps_of, make)
-    assert list(hf_ckpt.describe(model).recomputed.values()) == [6, 6, 3]
+    assert list(hf_ckpt.describe(model).recomputed.values()) == runs
 
 
 def test_an_overwritten_weight_is_refused():
