@@ -47,6 +47,8 @@ def parse_bytes(text: str | float) -> int:
     size = int(Decimal(match.group(1)) * _UNITS[unit])
     if size <= 0:
         raise UnitError(f"must be positive, but is {shown(text)} instead")
+    if size >= 2**63:  # no tensor is that large, and torch takes no such number
+        raise UnitError(f"must be below 8 EiB, but is {shown(text)} instead")
     if not match.group(2) and size < _LEAST_BYTES:
         unit = "GiB" if size < 1024 else "MiB" if size < 100 * 1024 else "B"
         meant = f"{match.group(1)}{unit}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,16 @@ class Prediction:
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Read the dict that `to_dict` returns. Raises `KeyError`, `TypeError` or `ValueError` if it is invalid."""
         seconds = float(data["step_seconds"])  # YAML reads 2e-05 as a text
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"`step_seconds` must be a number of at least 0, but is {shown(seconds)} instead")
         stacks = data.get("stacks", {})
+        device = _text({"device": "", **data}, "device")
         sizes = (data["peak_bytes"], data["tokens"], data.get("budget_bytes") or 0)
         for size in (*sizes, *data["parts"].values(), *stacks.values()):
             if type(size) is not int or abs(size) >= 2**63:  # True == 1 in Python
                 raise ValueError(f"bytes and tokens of a prediction must be whole numbers, but one is {shown(size)}")
         pairs = {"parts": tuple(data["parts"].items()), "stacks": tuple(stacks.items())}
-        return cls(**{**data, **pairs, "step_seconds": seconds})
+        return cls(**{**data, **pairs, "device": device, "step_seconds": seconds})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,7 +135,7 @@ def one_of(*allowed: object) -> Reader:
     def read(value: Any) -> Any:
         for choice in allowed:
             # `0 == False` in Python. A number is refused, because it may be meant for another key.
-            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            if isinstance(value, type(choice)) and value == choice:
                 return choice
         choices = ", ".join(json.dumps(choice) for choice in allowed)
         raise _must_be(f"one of {choices}", value, did_you_mean(value, allowed))

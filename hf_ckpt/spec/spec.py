@@ -162,7 +162,8 @@ class Spec:
         options = dict(enable_kwargs)
         for key, default in {"every_n_layers": 1, "offload": False}.items():
             # The types are compared too: True == 1 in Python, but True is not a number of layers.
-            if options.get(key) == default and type(options[key]) is type(default):
+            value = options.get(key)
+            if type(value) is type(default) and value == default:
                 del options[key]
         if SELECTING_KEYS & options.keys():
             return Spec.parse(options)

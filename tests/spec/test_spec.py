@@ -1,5 +1,6 @@
 """What users may write and what it means; everything else is refused, with all problems at once."""
 
+import numpy
 import pytest
 from helpers.tables import table
 
@@ -49,6 +50,7 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
 NOT_IN_YAML = [
     ({"layers": "1" * 5000}, "`layers` must be a list like '0-15,-1', but is"),
     ({"budget": 500_000}, "`budget` needs a unit, but is 500000 instead; did you mean '500000B'?"),
+    ({"offload": numpy.ones(2)}, '`offload` must be one of false, true, "saved", but is array([1., 1.]) instead'),
     ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
 ]
 
