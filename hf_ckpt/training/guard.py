@@ -106,13 +106,13 @@ class OomGuard:
         """State of the weights before the last micro-step."""
         self._was_optimized = False
         """Whether an optimizer has stepped since then. Fused ones do not count their changes of weights."""
-        self._keeps_gradients = False
-        """Whether the first micro-step found gradients of earlier ones, whose weights have changed since then. They are
-        needed no more if a micro-step drops them by itself."""
+        self._lost: list[nn.Parameter] = []
+        """Parameters with gradients from before the first micro-step, which cannot be computed again. They are needed
+        no more if a micro-step drops them by itself."""
         self._reason = ""
         """Text of the last error."""
-        self._foreign: list[weakref.ref[torch.Tensor]] = []
-        """The gradients before the first micro-step, which cannot be computed again."""
+        self._foreign: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        """The gradients that the guard found before the first micro-step, until it has failed once."""
         weakref.finalize(self, compat.optimizers.call_after(_Noticing(self)).remove).atexit = False
         record = installation(model)
         if record is not None and record.waits:  # on purpose, until memory runs out
@@ -152,7 +152,7 @@ class OomGuard:
         weights = _state_of(self._trained)
         if self._steps and (weights != self._weights or self._was_optimized):
             self._steps.clear()
-            self._keeps_gradients = True
+            self._lost = [parameter for parameter in self._trained if parameter.grad is not None]
         self._weights = weights
         self._was_optimized = False
         # With buffers and attributes, which a forward that fails may have changed, such as those of a batch norm.
@@ -181,10 +181,11 @@ class OomGuard:
                 "before memory runs out."
             )
         self._steps.clear()
-        self._keeps_gradients = False
+        self._lost = []
         parameters = dict.fromkeys((*self.model.parameters(), *self.also))
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._foreign = [weakref.ref(parameter.grad) for parameter in self._trained if parameter.grad is not None]
+        gradients = [(parameter, parameter.grad) for parameter in self._trained]
+        self._foreign = {parameter: weakref.ref(grad) for parameter, grad in gradients if grad is not None}
         return _state_of(parameter.grad for parameter in self._trained)
 
     def _run(self) -> Any:
@@ -201,7 +202,7 @@ class OomGuard:
                         before.restore()
                         self._gradients_before = _state_of(parameter.grad for parameter in self._trained)
                     result = run()
-                if is_retry and self._keeps_gradients:
+                if is_retry and self._lost:
                     self._check_dropped()
                 return result
             except Exception as error:
@@ -213,6 +214,8 @@ class OomGuard:
                     raise
                 self._prepare_retry(error, weights)
             compat.devices.release_memory()  # the frames of the error, which hold what the step saved, are gone now
+            for parameter in self._lost:  # a retry that drops these does not need them; `_check_dropped` refuses others
+                parameter.grad = torch.full_like(parameter, math.nan)
             pending = self._steps
             is_retry = True
 
@@ -245,9 +248,6 @@ class OomGuard:
     def _drop_gradients(self, weights: _State) -> None:
         """Remove the gradients of the micro-steps of this optimizer step.
 
-        Gradients of earlier micro-steps, which cannot be computed again, become NaN: a retry that drops them, as
-        `zero_grad` does, does not need them, and any other is refused when it ends.
-
         Raises `HfCkptError` if there were others before, or if the weights may differ from the state `weights`.
         """
         # A fused optimizer does not count its changes of weights.
@@ -259,32 +259,31 @@ class OomGuard:
                 "Gradients from before the guarded steps cannot be computed again. Call "
                 "`zero_grad(set_to_none=True)` before them, outside of the guard or first in the step."
             )
-        self._foreign.clear()  # the step drops them by itself
+        self._lost += self._foreign  # the step drops them by itself, but it may use them before
+        self._foreign.clear()
         for parameter in self._trained:
-            if not self._keeps_gradients:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach().mul_(math.nan)
+            parameter.grad = None
 
     def _finds_left(self) -> bool:
         """Whether gradients from before the micro-steps are left, alone or in sums."""
-        foreign = {id(reference()) for reference in self._foreign}
+        foreign = {id(reference()) for reference in self._foreign.values()}
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         # Under `create_graph`, a sum is a new tensor.
         return any(id(gradient) in foreign or gradient.requires_grad for gradient in gradients)
 
     def _check_dropped(self) -> None:
-        """Raise `OutOfPlansError` if a retry has added to the gradients of micro-steps that did not run again."""
+        """Raise `OutOfPlansError` if a retry has used gradients of micro-steps that did not run again."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if any(bool(gradient.detach().sum().isnan()) for gradient in gradients):
             for parameter in self._trained:
                 parameter.grad = None
             self._steps.clear()
             raise OutOfPlansError(
-                f"{self._reason} hf_ckpt: The weights have changed since the micro-steps before, so that their "
-                "gradients cannot be computed again. Call `zero_grad()` after each optimizer step."
+                f"{self._reason} hf_ckpt: The retry needs gradients from before it, which cannot be computed again: "
+                "the weights have changed since, or they are none of the guard's. Call `zero_grad()` after each "
+                "optimizer step."
             )
-        self._keeps_gradients = False
+        self._lost = []
 
 
 def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:

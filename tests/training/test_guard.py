@@ -520,6 +520,37 @@ def test_gradients_of_before_cannot_be_computed_again():
     assert_same({"loss": None, **before}, {"loss": None, **gradients(model)})
 
 
+@pytest.mark.parametrize("uses", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_retry_needs_no_gradients_of_before_that_the_step_drops_without_using_them(uses, changes):
+    """They are from outside of the guard, or of weights that have changed since."""
+    found = []
+    refused = pytest.raises(OutOfPlansError, match="needs gradients from before it, which cannot be computed again")
+    for fails in (False, True):
+        model = tiny_model("llama", layers=2)
+        guard = OomGuard(model, exact=True)
+        left = [fails]
+
+        def step(model=model, left=left):
+            norm = sum(parameter.grad.norm() for parameter in model.parameters())
+            model.zero_grad()
+            loss = model(**without_cache(model, tiny_batch("llama", seed=1))).loss
+            (loss * norm if uses else loss).backward()
+            if left.pop():
+                run_out(left.append(False))
+
+        first = functools.partial(forward_and_backward, model, tiny_batch("llama"))
+        guard(first) if changes else first()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5 if changes else 1.0)
+        with refused if uses and fails else FINE:
+            guard(step)
+        found.append({"loss": None, **gradients(model)})
+        assert guard.attempts == fails
+    if not uses:
+        assert_same(*found)
+
+
 @pytest.mark.parametrize("drops", ["first", "after the forward", "zeros", "never"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, functools.partial(torch.optim.AdamW, fused=True)])
 @pytest.mark.parametrize("late", [False, True])
