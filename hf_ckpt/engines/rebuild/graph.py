@@ -104,15 +104,17 @@ class Graph:
         version = tensor._version
         if version:
             earlier = self.values.get(edge)
-            if isinstance(earlier, (Kept, Stored)) and earlier.version == version:
-                return earlier
-            return self._keep(edge, tensor)
+            if not isinstance(earlier, (Kept, Stored)) or earlier.version != version:
+                earlier = self.values[edge] = self.keep(tensor)
+            return earlier
         value = self._view_of(base, tensor) if base is not None else None
         if value is not None:
             # The graph may not lead to the base: FSDP2 puts a function around the inputs of a module.
             self.values[edge] = value
             return value
-        value = self.resolve(edge) or self._small(edge, tensor)
+        value = self.resolve(edge)
+        if value is None and tensor.dtype is torch.float32:
+            value = self._small(edge, tensor)
         if self.has_unknown and base is not None and base.grad_fn is not None:
             whole = self.values.get((base.grad_fn, base.output_nr))
             if whole is not None:
@@ -121,10 +123,8 @@ class Graph:
             # An adapter's input, for example: a view, in float32, of hidden states in 16 bits.
             small = self._small((base.grad_fn, base.output_nr), base)
             value = self.values[edge] = None if small is None else self._view_of(base, tensor)
-        if value is None:
-            return self._keep(edge, tensor)
         # A view of a kept tensor shares its memory, so it needs no operation, and no count of its uses.
-        if type(value) is View and value.root is None:
+        if value is None or (type(value) is View and value.root is None):
             value = self.values[edge] = self.keep(tensor)
         return value
 
@@ -155,7 +155,10 @@ class Graph:
             return values[edge]
         if edge in self.inputs:
             seen = self.inputs[edge]
-            return None if seen.is_overwritten else self._keep(edge, seen.tensor)
+            if seen.is_overwritten:
+                return None
+            kept = values[edge] = self.keep(seen.tensor)
+            return kept
         node, number = edge
         name = node.name()
         row = self.rows.get(name)
@@ -178,7 +181,7 @@ class Graph:
         if value is None and edge in self.dropouts.offered:
             offered = self.dropouts.take(edge)
             if offered is not None:
-                value = self._small(edge, offered) or self._keep(edge, offered)
+                value = self._small(edge, offered) or self.keep(offered)
         values[edge] = value
         return value
 
@@ -277,10 +280,4 @@ class Graph:
         self.has_unknown = True
         self.values[source] = Rebuilt(self.work, torch.Tensor.detach, [small], Strides.UNKNOWN)
         value = self.values[edge] = self.make(self.rows[node.name()], node, 0)
-        return value
-
-    def _keep(self, edge: Edge, tensor: torch.Tensor) -> Kept | Stored:
-        """Keep the tensor of an edge as it is, in the store if there is one."""
-        value = self.keep(tensor)
-        self.values[edge] = value
         return value

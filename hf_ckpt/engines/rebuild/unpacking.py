@@ -49,7 +49,8 @@ def unpack(value: Value | Inside) -> torch.Tensor:
 
     It is rebuilt without autocast: its operands have the right types.
     """
-    if type(value) is Kept and not value.is_overwritten:  # first, because most are of this kind
+    # First, because most are of this kind; and not by `is_overwritten`, which is a Python call.
+    if type(value) is Kept and not value.address and value.version >= 0 and value.tensor._version == value.version:
         return value.tensor
     if _reading.on and isinstance(value, (Rebuilt, View, Stored)):
         _reading.value = value
