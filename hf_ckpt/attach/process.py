@@ -11,7 +11,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -184,8 +184,18 @@ def detach_everywhere() -> None:
 
 def _models() -> list[compat.transformers.PreTrainedModel]:
     """Return every Hugging Face model of the process."""
-    # By their types: proxies run code when they are asked for their class.
-    return [value for value in gc.get_objects() if issubclass(type(value), compat.transformers.PreTrainedModel)]
+    # By what refers to their classes. A list of all objects would also refer to the tuples that other threads are
+    # filling just then, which fails there. By their types: proxies run code when they are asked for their class.
+    base = compat.transformers.PreTrainedModel
+    return [value for value in gc.get_referrers(*_classes_of(base)) if issubclass(type(value), base)]
+
+
+def _classes_of(base: type) -> Iterator[type]:
+    """Yield a class and all that derive from it; some of them several times."""
+    yield base
+    derived: list[type] = base.__subclasses__()
+    for kind in derived:
+        yield from _classes_of(kind)
 
 
 everywhere = contextlib.ExitStack()

@@ -1,6 +1,7 @@
 """`install()` without a model: it applies to every model of the process, and to models inside models."""
 
 import copy
+import gc
 import types
 
 import pytest
@@ -85,6 +86,19 @@ def test_a_second_install_keeps_models_on_and_uninstall_takes_what_install_put(e
     assert active(own) == [ALL[3]]
     assert active(late) == ALL
     assert (flags(stock), input_gradient_hooks(stock)) == before
+
+
+@pytest.mark.trap(45)
+def test_models_are_found_without_the_objects_of_other_threads(everywhere, monkeypatch):
+    """A tuple that a thread is filling cannot grow while a list of all objects refers to it."""
+    monkeypatch.delattr(gc, "get_objects")
+    model = tiny_model("llama")
+    enable(model)
+    everywhere(spec="full")
+    step(model, tiny_batch("llama"))
+    assert recomputed(model) == ALL
+    hf_ckpt.uninstall()
+    assert installation(model) is None
 
 
 def test_a_refused_process_spec_hooks_nothing(everywhere):
