@@ -100,15 +100,13 @@ class OptimizerStates:
 
     def __init__(self) -> None:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers that have stepped."""
-        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers that have stepped for the first time since `have_grown` was last called."""
-        self._sizes: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int]] = {}
-        """Optimizers that have stepped since `have_grown` was last called, and the sizes of their states before."""
+        """The optimizers that have stepped since `have_grown` was last called."""
+        self._sizes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizer -> the size of its state when `have_grown` last saw it."""
         self.has_stepped = False
         """Whether an optimizer has stepped since this was last set."""
         self._bytes = 0
-        """Bytes of the state of the model's optimizers when a new one was last seen."""
+        """Bytes of the state of the model's optimizers when one of them last had another size."""
         self._handle: Callable[[], object] | None = None
         """Ends what `watch` began."""
 
@@ -127,25 +125,23 @@ class OptimizerStates:
 
     def have_grown(self, base: nn.Module, devices: Collection[torch.device]) -> bool:
         """Whether optimizers of the model hold more than when this was last asked: from now on steps hold it, too."""
-        sizes = self._sizes.values()
-        have_more = any(len(optimizer.state) != size for ref, size in sizes if (optimizer := ref()) is not None)
-        self._sizes.clear()
-        if not (self._new or have_more):
+        # An optimizer makes its state in its first step. Later ones may add to it, too: of a group that was added, or
+        # once `momentum` is set.
+        sizes = {optimizer: len(optimizer.state) for optimizer in self._stepped}
+        self._stepped.clear()
+        if all(self._sizes.get(optimizer) == size for optimizer, size in sizes.items()):
             return False
         optimizers = compat.optimizers.of_model(base)
         # A new one may take the place of another, whose state is gone, so that its own is no more than that was.
-        older = held_bytes(devices, *(optimizer for optimizer in optimizers if optimizer not in self._new))
+        new = sizes.keys() - self._sizes.keys()
+        older = held_bytes(devices, *(optimizer for optimizer in optimizers if optimizer not in new))
         before = min(self._bytes, older)
-        self._new.clear()
+        self._sizes.update(sizes)
         self._bytes = held_bytes(devices, *optimizers)
         return self._bytes > before
 
     def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # The step that follows may make the state. It is too early to read it, so the next batch does.
         self.has_stepped = True
-        # Later steps may add to the state, too: of a group that was added, or once `momentum` is set.
-        self._sizes.setdefault(id(optimizer), (weakref.ref(optimizer), len(optimizer.state)))
-        # The step that follows makes the state. It is too early to read it, so the next batch does.
-        if optimizer not in self._stepped:
-            self._stepped.add(optimizer)
-            compat.optimizers.remember(optimizer)
-            self._new.add(optimizer)
+        self._stepped.add(optimizer)
+        compat.optimizers.remember(optimizer)
