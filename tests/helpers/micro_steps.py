@@ -82,6 +82,8 @@ class Run:
         """Counts the bytes of the step that runs."""
         self.peak_bytes = 0
         self.seed = 0
+        self.abandoned = None
+        """A loss whose graph lives until the next forward has ended."""
         self.has_plan = spec is not None
         if self.has_plan:
             hf_ckpt.install(self.model, spec)
@@ -99,7 +101,9 @@ class Run:
 
     def loss(self, tokens):
         """The loss of one forward."""
-        return self.model(**self.batch(tokens)).loss
+        loss = self.model(**self.batch(tokens)).loss
+        self.abandoned = None
+        return loss
 
     def discard_gradients(self):
         """After an exception, which gradients exist depends on the order of the backward."""
@@ -173,6 +177,31 @@ def retained(run, tokens):
     loss.backward()
 
 
+def accumulated(run, tokens):
+    for length in (tokens, max(4, tokens // 2)):
+        run.loss(length).backward()
+
+
+def by_hand(run, tokens):
+    """Gradients that `autograd.grad` returns."""
+    trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    for parameter, gradient in zip(
+        trained, torch.autograd.grad(run.loss(tokens), trained, allow_unused=True), strict=True
+    ):
+        parameter.grad = gradient
+
+
+def evaluated_before_backward(run, tokens):
+    loss = run.loss(tokens)
+    evaluated(run)
+    loss.backward()
+
+
+def abandoned(run, tokens):
+    """As Ctrl-C before the backward in a notebook, which keeps the graph."""
+    run.abandoned = run.loss(tokens)
+
+
 def _raise(error):
     def hook(*_):
         raise error
@@ -243,6 +272,10 @@ MICRO_STEPS = [
     early_exit,
     without_backward,
     retained,
+    accumulated,
+    by_hand,
+    evaluated_before_backward,
+    abandoned,
     raises_in_forward,
     interrupted,
     raises_in_second_forward,
@@ -251,9 +284,9 @@ MICRO_STEPS = [
 ]
 SURPRISES = {two_forwards, detached_last, early_exit, raises_in_second_forward}
 """What begins as a step with one forward, and needs more than that."""
-UNMEASURED = {retained}
-"""What the plans of steps with one backward have no room for: a graph that lives until a second one. Nothing but the
-next check of the peak tells such a step from others."""
+UNMEASURED = {retained, evaluated_before_backward, abandoned}
+"""What plans of other steps have no room for: a graph that lives until a second backward, an evaluation, or the next
+step. Nothing but the next check of the peak tells such a step from others."""
 
 
 # --- between backward and the optimizer's step ------------------------------------------------------------------------
@@ -283,4 +316,18 @@ def disabled(run):
         enable(run.model)
 
 
-BETWEEN = [nothing, evaluated, paused, disabled]
+def clipped(run):
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+
+
+def skipped(run):
+    """A step that a gradient scaler skips."""
+    run.model.zero_grad(set_to_none=True)
+
+
+def loaded(run):
+    """The weights of a checkpoint, which is the model's own."""
+    run.model.load_state_dict({name: value.clone() for name, value in run.model.state_dict().items()})
+
+
+BETWEEN = [nothing, evaluated, paused, disabled, clipped, skipped, loaded]
