@@ -20,9 +20,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 """Names of the types that weights and autocast may have."""
 NO_PLAN = "this cannot be planned for before a run. `full`, `selective` and a budget measured in the run work."
 """The end of errors about models."""
-_OF_CLASSES = (
-    *("ForSequenceClassification", "ForNextSentencePrediction", "ForImageClassification", "ForAudioClassification"),
-)
+_OF_CLASSES = ("SequenceClassification", "NextSentencePrediction", "ImageClassification", "AudioClassification")
 """Ends of names of models with one label a sequence or image."""
 _FRAMES = 100
 """Whisper's frames of a second."""

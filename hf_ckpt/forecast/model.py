@@ -256,12 +256,8 @@ def _sizes(parameters: Iterable[nn.Parameter]) -> Tensors:
 
 # --- from a live model ------------------------------------------------------------------------------------------------
 
-OF_LIVE = frozenset(
-    (
-        *("architecture", "attention", "dtype", "lora", "lora_targets", "lora_dropout"),
-        *("load_in_4bit", "load_in_8bit", "double_quant"),
-    )
-)
+_OF_ADAPTERS = ("lora", "lora_targets", "lora_dropout")
+OF_LIVE = {"architecture", "attention", "dtype", "load_in_4bit", "load_in_8bit", "double_quant", *_OF_ADAPTERS}
 """Fields that a live model answers by itself."""
 
 

@@ -27,30 +27,46 @@ _TABLES = 4 * (16 + 256 + 1)
 """Further bytes under double quantisation: the tables of 4-bit and 8-bit values, and an offset."""
 
 
-class QuantisedLinear(nn.Linear):
-    """A linear layer whose frozen weight has 4 bits per element, with tensors of the right sizes and no values.
+class _FrozenLinear(nn.Linear):
+    """A linear layer without values, whose frozen weight has fewer bits.
 
     Args:
         source: the layer that it replaces: linear, or a `Conv1D` of transformers.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        nn.Module.__init__(self)
+        weight: Any = source.weight
+        shape = weight.shape if isinstance(source, nn.Linear) else weight.shape[::-1]
+        self.out_features, self.in_features = shape
+        self.bias: Any = source.bias
+
+    def _allocate(self, like: Any, shape: tuple[int, ...], dtype: torch.dtype, scale_bytes: int) -> None:
+        """Allocate the weight and its scales, on the device of another tensor."""
+        weight = torch.empty(shape, dtype=dtype, device=like.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        # In bitsandbytes, scales hang on the weight. Here they are a parameter, so that they count among the weights'
+        # bytes like all others; of bytes, because PEFT's preparation casts floating types.
+        scales = torch.empty(scale_bytes, dtype=torch.uint8, device=like.device)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+
+
+class QuantisedLinear(_FrozenLinear):
+    """A linear layer whose frozen weight has 4 bits per element, with tensors of the right sizes and no values.
+
+    Args:
+        source: the layer that it replaces.
         compute: the type that its products are computed in.
         double: whether scales are quantised, too.
     """
 
     def __init__(self, source: nn.Module, compute: torch.dtype, *, double: bool) -> None:
-        nn.Module.__init__(self)
-        weight: Any = source.weight
-        rows, columns = weight.shape if isinstance(source, nn.Linear) else weight.shape[::-1]
-        self.out_features = rows
-        self.in_features = columns
+        super().__init__(source)
         self.compute = compute
-        held = torch.empty((-(-rows * columns // 2), 1), dtype=torch.uint8, device=weight.device)
-        self.weight = nn.Parameter(held, requires_grad=False)
-        self.bias: Any = source.bias
-        scales = -(-rows * columns // 64)
+        elements = self.out_features * self.in_features
+        scales = -(-elements // 64)
         size = _TABLES + scales + 4 * -(-scales // 256) if double else 4 * 16 + 4 * scales
-        # In bitsandbytes, scales hang on the weight as its `quant_state`. Here they are a parameter, so that they count
-        # among the weights' bytes like all others.
-        self.scales = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=weight.device), requires_grad=False)
+        self._allocate(source.weight, (-(-elements // 2), 1), torch.uint8, size)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, in the type of `input`, of shape [..., in_features]."""
@@ -78,28 +94,19 @@ class _FourBitProduct(torch.autograd.Function):
         return gradient @ ctx.layer.unpacked(gradient.dtype), None
 
 
-class EightBitLinear(nn.Linear):
+class EightBitLinear(_FrozenLinear):
     """A linear layer whose frozen weight has 8 bits per element, with tensors of the right sizes and no values.
 
     Args:
-        source: the layer that it replaces: linear, or a `Conv1D` of transformers.
+        source: the layer that it replaces.
     """
 
     on_accelerator = True
     """Whether it runs as on an accelerator."""
 
     def __init__(self, source: nn.Module) -> None:
-        nn.Module.__init__(self)
-        weight: Any = source.weight
-        rows, columns = weight.shape if isinstance(source, nn.Linear) else weight.shape[::-1]
-        self.out_features = rows
-        self.in_features = columns
-        held = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
-        self.weight = nn.Parameter(held, requires_grad=False)
-        self.bias: Any = source.bias
-        # Not a floating type, because PEFT's preparation casts such parameters.
-        scales = torch.empty(4 * rows, dtype=torch.uint8, device=weight.device)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        super().__init__(source)
+        self._allocate(source.weight, (self.out_features, self.in_features), torch.int8, 4 * self.out_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, in the type of `input`, of shape [..., in_features]."""

@@ -82,7 +82,7 @@ class LiveBytes(compat.modes.TorchDispatchMode, MemoryReader):  # type: ignore[n
         self.peak_bytes = 0
         self._running = False
         self._live: dict[int, _Alive] = {}
-        self.is_over: Callable[[], bool] = _never
+        self.is_over: Callable[[], bool] = bool
         for holder in holders:
             for tensor in tensors_of(holder):
                 self._count_all(tensor)
@@ -147,7 +147,7 @@ class LiveBytes(compat.modes.TorchDispatchMode, MemoryReader):  # type: ignore[n
                 compat.modes.leave_after_operation(self)
 
     def _interrupt(self) -> None:
-        self.is_over = _always
+        self.is_over = lambda: True
         self.stop()
 
     def read(self) -> tuple[int, int]:
@@ -193,14 +193,6 @@ class LiveBytes(compat.modes.TorchDispatchMode, MemoryReader):  # type: ignore[n
         # that of `torch.save`. It counts again when the next operation returns it.
         del self._live[alive.key]
         self.current_bytes -= alive.size
-
-
-def _never() -> bool:
-    return False
-
-
-def _always() -> bool:
-    return True
 
 
 _started: weakref.WeakSet[LiveBytes] = weakref.WeakSet()
