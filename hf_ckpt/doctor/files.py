@@ -100,8 +100,9 @@ class ConfigFiles:
     @property
     def deepspeed(self) -> Any:
         """DeepSpeed's config or accelerate's part of it; its name or path if it cannot be read; empty without it."""
-        launched = self.launch.get("deepspeed_config") or {}
-        config = self.engine or self.values.get("deepspeed") or launched.get("deepspeed_config_file") or launched
+        launched = self.launch.get("deepspeed_config")
+        file = launched.get("deepspeed_config_file") if isinstance(launched, dict) else None
+        config = self.engine or self.values.get("deepspeed") or file or launched
         with contextlib.suppress(ValueError):  # a path that is another one where the training starts
             config = read_values(config) if isinstance(config, str) else config
         return config if isinstance(config, (dict, str)) else {}
@@ -285,8 +286,10 @@ def _types(files: ConfigFiles, dtype: str | None) -> dict[str, Any]:
 def _shared(files: ConfigFiles) -> dict[str, Any]:
     """Return `ranks` and `parallel`. Raises `HfCkptError` for a way of sharding that cannot be planned for."""
     config = files.deepspeed
-    if isinstance(config, str):  # a file that is not here, or `zero2`, a preset of ms-swift
-        stage = config.removeprefix("zero") if config.startswith("zero") else ""
+    if isinstance(config, str):
+        if not config.startswith("zero"):  # such as `zero2`, a preset of ms-swift
+            raise HfCkptError(f"DeepSpeed's config {shown(config)} cannot be read: give its path from this folder.")
+        stage = config.removeprefix("zero")
         config = {}
     else:
         section = config.get("zero_optimization")
@@ -298,8 +301,8 @@ def _shared(files: ConfigFiles) -> dict[str, Any]:
     if way not in WAYS:
         raise HfCkptError(f"{way} cannot be planned for, only {', '.join(WAYS)}.")
     ranks = files.launch.get("num_processes")
-    if ranks is not None and int(ranks) < 1:  # accelerate's default
-        ranks = None
+    # -1 is accelerate's default.
+    ranks = None if ranks in (-1, 0, None) else _read_value("ranks", ranks, "num_processes")
     return {"ranks": ranks, "parallel": way} if ranks or way != "ddp" else {}
 
 
