@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from hf_ckpt.doctor.files import SPEC_KEYS, ConfigFiles, split_by
@@ -101,15 +101,12 @@ def _unread(files: ConfigFiles) -> Texts:
 def _misspelt(files: ConfigFiles) -> Texts:
     names = [*files.values.keys() - files.unknown, *files.owner.keys]
     for key in files.unknown:
-        section = key.rpartition(".")[0]
-        beside = [name for name in names if name.rpartition(".")[0] == section]
         elsewhere = [name for name in names if name.endswith(f".{key}")]  # without its section, or in a wrong one
-        # So near that no key of an owner is called misspelt; tests/doctor/keys.yaml has hundreds of each.
-        near = elsewhere or difflib.get_close_matches(key, beside, 1, cutoff=0.85)
-        for name in near[:1]:
+        near = elsewhere[:1] or _near(key, names)
+        for name in near:
             yield key, "unknown key; planning ignores it.", f"Did you mean {name}?"
-        if not near and not section:
-            for name in difflib.get_close_matches(key, SPEC_KEYS, 1, cutoff=0.85):
+        if not near:
+            for name in _near(key, SPEC_KEYS):
                 yield key, "unknown key; planning ignores it.", f"Did you mean {name}, under {files.kwargs_key}?"
     yield from _misspelt_in("DeepSpeed", files.deepspeed)
     yield from _misspelt_in("accelerate", {"fsdp_config": files.launch.get("fsdp_config") or {}})
@@ -121,11 +118,16 @@ def _misspelt_in(program: str, config: Any) -> Texts:
         return
     (owned_keys,) = (owner.keys for owner in OWNERS if owner.name == program)
     for key in sorted(without_sections(config).keys() | config.keys()):
-        section = key.rpartition(".")[0]
-        beside = [name for name in owned_keys if name.rpartition(".")[0] == section]  # none in an unknown section
-        near = () if key in owned_keys else difflib.get_close_matches(key, beside, 1, cutoff=0.85)
-        for name in near:
+        for name in () if key in owned_keys else _near(key, owned_keys):
             yield key, f"unknown key of {program}.", f"Did you mean {name}?"
+
+
+def _near(key: str, names: Iterable[str]) -> list[str]:
+    """The one of these names that an unknown key is near to, in the same section; empty if there is none."""
+    section = key.rpartition(".")[0]
+    beside = [name for name in names if name.rpartition(".")[0] == section]
+    # So near that no key of an owner is called misspelt; tests/doctor/keys.yaml has hundreds of each.
+    return difflib.get_close_matches(key, beside, 1, cutoff=0.85)
 
 
 def _launch_keys(files: ConfigFiles) -> Texts:

@@ -98,16 +98,12 @@ def on_a_rank(costs: Costs, model: ShallowModel, training: Question) -> Costs:
     """The costs on a rank, from those of the unsharded model."""
     if not training.way.states:
         return costs
-    static = costs.static
     ranks = training.ranks
-    costs = dataclasses.replace(
-        costs,
-        static=dataclasses.replace(
-            static, optimizer=-(-static.optimizer // ranks), step_bytes=-(-static.step_bytes // ranks)
-        ),
-        optimizer_nanoseconds=costs.optimizer_nanoseconds // ranks,
-    )
-    return Zero(model, training).costs(costs) if training.way.deepspeed else Sharding(model, training).costs(costs)
+    state = -(-costs.static.optimizer // ranks)
+    static = dataclasses.replace(costs.static, optimizer=state, step_bytes=-(-costs.static.step_bytes // ranks))
+    spent = costs.optimizer_nanoseconds // ranks
+    split = Zero(model, training) if training.way.deepspeed else Sharding(model, training)
+    return split.costs(dataclasses.replace(costs, static=static, optimizer_nanoseconds=spent))
 
 
 class Sharding:
@@ -170,27 +166,26 @@ class Sharding:
         backward = dataclasses.replace(backward, peak=max(above + outside.cast, backward.peak))
         last = min(place for place, call in enumerate(costs.calls) if FULL in call.costs)  # backward is in reverse
         calls = [self._call(call, is_last=place == last) for place, call in enumerate(costs.calls)]
-        return dataclasses.replace(
-            costs,
-            static=static,
-            before=before,
-            calls=tuple(calls),
-            head=(forward, backward),
-        )
+        return dataclasses.replace(costs, static=static, before=before, calls=tuple(calls), head=(forward, backward))
 
     def _call(self, call: CallCosts, *, is_last: bool) -> CallCosts:
         """What a call costs on a rank. After the last one's backward, the gradients outside the blocks are reduced."""
         block = self._blocks[call.block.name]
         gradients = self._gradients[call.block.name]
-        # Under accumulation, gradients of the unsharded model are alive before its backward, and none arrive.
-        arriving = _Bytes() if self._training.accumulation > 1 else gradients
-        # The head's gradient is whole from its backward to the end. The unsharded model has it before the step under
-        # accumulation; otherwise all gradients outside the blocks are there when the last backward ends.
-        alone = self._training.accumulation > 1
-        again = self._head if alone else 0
         outside = self._outside_gradients if is_last else _Bytes()
-        later = 0 if alone else max(0, outside.whole - self._head)
-        ending = outside.reducing - (self._head if alone else outside.whole)
+        # The head's gradient is whole from its backward to the end. Under accumulation, gradients of the unsharded
+        # model are alive before the step, and none arrive; otherwise, all gradients outside the blocks are there when
+        # the last backward ends.
+        if self._training.accumulation > 1:
+            arriving = _Bytes()
+            again = self._head
+            later = 0
+            ending = outside.reducing - self._head
+        else:
+            arriving = gradients
+            again = 0
+            later = max(0, outside.whole - self._head)
+            ending = outside.reducing - outside.whole
         costs = {}
         for action, cost in call.costs.items():
             forward_peak = max(self._gathering(block), cost.forward.peak + block.whole)
