@@ -64,6 +64,20 @@ def paused(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_cache(base: nn.Module) -> Iterator[None]:
+    """Context manager in which a model builds no key/value cache, unless a call asks for one."""
+    all_configs: list[Any] = [vars(module).get("config") for module in base.modules()]
+    configs = {id(config): config for config in all_configs if getattr(config, "use_cache", False)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
 def _inner_plans_aside(base: nn.Module) -> Iterator[None]:
     """Context manager in which models inside `base` have no plans of their own. They get them back at the end."""
     names = (RECORD, *compat.transformers.ENABLE_NAMES, *compat.transformers.DISABLE_NAMES)

@@ -199,6 +199,12 @@ def forward_parameters(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module takes a keyword argument of this name, if only to pass it on."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def cache_hides_packing(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> bool:
     """Whether a forward with these arguments would build a cache, and keeps packed rows apart only without one.
 

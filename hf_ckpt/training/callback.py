@@ -177,7 +177,7 @@ class MemoryTimeCallback(TrainerCallback):
         self._write(args, state, "end", **figures)
         if self._figures.windows and state.is_world_process_zero:
             model = kwargs["model"]
-            lines = summary(None if _record(model) is None else describe(model), figures, state.global_step)
+            lines = summary(None if _record(model) is None else describe(model), figures, len(self._figures.windows))
             tell("\n%s", "\n".join(lines))  # the Trainer's progress bar has not ended its line
 
     # --- around methods of the Trainer ---

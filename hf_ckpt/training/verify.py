@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.attach.described import describe
-from hf_ckpt.attach.for_a_while import paused
+from hf_ckpt.attach.for_a_while import paused, without_cache
 from hf_ckpt.engines.check import share_of_difference
 from hf_ckpt.engines.step_state import StepState
 from hf_ckpt.errors import HfCkptError
@@ -86,18 +86,32 @@ def verify(
             the last bits.
         spec: the plan to verify, in any form that `install` accepts. None verifies the installed plan, or `full` if
             there is none. While an installed `budget` or `auto` measures, that is the plan of its last step.
-        loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`.
+        loss_fn: returns a scalar loss from the model's outputs. None uses `outputs.loss`, or `outputs["loss"]` of a
+            dict.
 
-    Raises `HfCkptError` if the model is in eval mode or returns no loss, or if the spec is a `budget` or `auto`, which
-    has no plan before a run, and the errors of `install`.
+    Raises `HfCkptError` if the model is in eval mode, returns no loss or has nothing to train, or if the spec is a
+    `budget` or `auto`, which has no plan before a run, and the errors of `install`.
     """
     if not model.training:
         raise HfCkptError("the model is in eval mode, where nothing is checkpointed; call model.train() first.")
     base = base_model(model)
     # With a cache, keys and values have another layout in memory, and products of them round in another way.
     builds_cache = "use_cache" not in batch and "use_cache" in compat.transformers.forward_parameters(base)
-    if builds_cache and not compat.transformers.cache_hides_packing(base, batch):
-        batch = {**batch, "use_cache": False}
+    if not builds_cache or compat.transformers.cache_hides_packing(base, batch):
+        return _verified(model, batch, spec, loss_fn)
+    if compat.transformers.takes(model, "use_cache"):
+        return _verified(model, {**batch, "use_cache": False}, spec, loss_fn)
+    with without_cache(base):  # within a module whose forward takes only what it names
+        return _verified(model, batch, spec, loss_fn)
+
+
+def _verified(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    spec: SpecLike | Plan,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+) -> Verification:
+    """Run both steps, restore what they changed, and compare them."""
     before = StepState(model, compat.process_state.all_devices())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -136,15 +150,23 @@ def _step(model: nn.Module, batch: Mapping[str, Any], loss_fn: Callable[[Any], t
     """Run forward and backward."""
     model.zero_grad(set_to_none=True)
     outputs = model(**batch)
-    loss = loss_fn(outputs) if loss_fn else getattr(outputs, "loss", None)
+    loss_fn = loss_fn or _loss_of
+    loss = loss_fn(outputs)
     if loss is None:
         raise HfCkptError("the model returned no loss; put `labels` into the batch or pass loss_fn=.")
+    if not loss.requires_grad:
+        raise HfCkptError("the loss needs no gradient: it depends on no trainable parameter.")
     loss.backward()
     return _Step(
         loss.detach(),
         {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None},
         {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)},
     )
+
+
+def _loss_of(outputs: Any) -> Any:
+    """The loss in a model's outputs, which may be a plain dict; None without one."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
 
 
 def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[str]) -> Verification:

@@ -301,6 +301,12 @@ def test_a_planned_run_logs_what_was_predicted_and_ends_with_a_table(tmp_path, c
     assert re.search(r" per step, [\d,]+ tokens per second", lines[5])
 
 
+def test_the_table_of_a_resumed_run_counts_its_own_steps(tmp_path, capsys):
+    trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    assert re.findall(r"hf_ckpt: (.*) of training", capsys.readouterr().err) == ["1 step", "2 steps"]
+
+
 def test_a_run_that_ends_while_it_measures_says_so_in_its_table(tmp_path, capsys):
     run = trainer(tmp_path, max_steps=3, **{f"{FLAG}_kwargs": {"policy": "budget", "budget": "1GiB"}})
     run.train()

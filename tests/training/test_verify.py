@@ -176,6 +176,32 @@ def test_no_cache_is_built_in_either_run():
     assert not hf_ckpt.verify(model, {**BATCH, "use_cache": True})
 
 
+class Scorer(nn.Module):
+    """A module of the user's around a model: its forward takes what it names only, and returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny_model("llama")
+
+    def forward(self, input_ids):
+        return {"loss": self.model(input_ids=input_ids).logits.square().mean()}
+
+
+def test_a_module_around_the_model_is_verified():
+    """It does not take `use_cache`, and yet the model builds no cache."""
+    scorer, caches = Scorer(), []
+    attention = scorer.model.model.layers[0].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.extend(filter(is_cache, kwargs.values())), with_kwargs=True
+    )
+    result = hf_ckpt.verify(scorer, {"input_ids": BATCH["input_ids"]}, "full")
+    assert result, result
+    assert list(result.recomputed.values()) == [1] * 4
+    assert not caches
+    scorer(BATCH["input_ids"])
+    assert caches  # the config is as before
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize(("rows", "options", "equal"), [(2, {}, False), (2, {"use_cache": False}, True), (1, {}, True)])
 def test_packed_rows_are_compared_with_the_call_of_the_user(rows, options, equal, caplog):
@@ -199,6 +225,9 @@ def test_what_cannot_be_verified_is_refused():
             hf_ckpt.verify(model, batch, spec)
     with pytest.raises(HfCkptError, match="eval mode"):
         hf_ckpt.verify(model.eval(), BATCH)
+    with pytest.raises(HfCkptError, match="depends on no trainable parameter"):
+        hf_ckpt.verify(model.train().requires_grad_(False), BATCH)
+    model.requires_grad_(True)
     assert installation(model) is None
     assert hf_ckpt.verify(model.train(), unlabelled, loss_fn=lambda outputs: outputs.logits.square().mean())
 
