@@ -15,6 +15,8 @@ from hf_ckpt.compat.autograd import running_node
 from hf_ckpt.compat.frames import running_backward
 from hf_ckpt.compat.private import private
 
+_Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
 
 def transforms() -> set[str]:
     """Return the active transforms of torch.func: `grad`, `vmap`, and `jvp`, which also means forward-mode AD."""
@@ -25,18 +27,13 @@ def transforms() -> set[str]:
     return {entry.key().name.lower() for entry in stack} & {"grad", "jvp", "vmap"} | forward_mode
 
 
-unseen_by_modes: Callable[[], contextlib.AbstractContextManager[Any]]
-unseen_by_modes = private("torch.utils._python_dispatch._disable_current_modes")
+unseen_by_modes: _Context = private("torch.utils._python_dispatch._disable_current_modes")
 """Makes a context that hides operations from dispatch modes: selective checkpointing expects the forward's only."""
 
 
-without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = private(
-    "torch._C.DisableTorchFunctionSubclass"
-)
+without_torch_function: _Context = private("torch._C.DisableTorchFunctionSubclass")
 """Makes a context in which operations on tensor subclasses bypass the subclass."""
-without_torch_functions: Callable[[], contextlib.AbstractContextManager[None]] = private(
-    "torch._C.DisableTorchFunction"
-)
+without_torch_functions: _Context = private("torch._C.DisableTorchFunction")
 """Makes a context in which operations bypass TorchFunctionModes, too."""
 
 

@@ -51,10 +51,7 @@ def call_around(before: Callable[[], None], after: Callable[[], None]) -> list[R
         weakref.finalize(arguments, after).atexit = False
         return args, arguments
 
-    return [
-        register_optimizer_step_pre_hook(begin),
-        register_optimizer_step_post_hook(lambda *_: None if is_compiling() else after()),
-    ]
+    return [register_optimizer_step_pre_hook(begin), call_after(lambda _: after())]
 
 
 def of_model(model: nn.Module) -> list[torch.optim.Optimizer]:

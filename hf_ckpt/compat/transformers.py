@@ -23,11 +23,8 @@ try:
 except ImportError:  # transformers 4
     from transformers.modeling_utils import no_init_weights as no_init_weights
 
-ENABLE_NAMES = tuple(
-    name
-    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable")
-    if hasattr(PreTrainedModel, name)
-)
+_ENABLE_NAMES = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+ENABLE_NAMES = tuple(name for name in _ENABLE_NAMES if hasattr(PreTrainedModel, name))
 """The methods of a model that enable checkpointing, the newest last. Transformers 5.23 renamed the first to the second;
 version 6 removes the first. If both exist, hf_ckpt replaces both."""
 DISABLE_NAMES = tuple(name.replace("_enable", "_disable") for name in ENABLE_NAMES)

@@ -225,7 +225,8 @@ def _costs_of_call(call: Call, needs: Mapping[Action, Needs], casts: int, is_fir
         cost = _cost(call, need, casts, is_first)
         inner = needs.get(RECOMPUTED[action.kind]) if action.kind in RECOMPUTED else None
         if inner is not None:
-            cost = dataclasses.replace(cost, freed_bytes=_freed(cost, inner))
+            more = cost.backward.peak - inner.arrival - inner.forward_peak  # than while it is recomputed
+            cost = dataclasses.replace(cost, freed_bytes=max(0, min(inner.freed.hidden, more)))
         costs[action] = cost
     return costs
 
@@ -277,12 +278,6 @@ def _cost(call: Call, need: Needs, casts: int, is_first: bool) -> Cost:
         shared_bytes=need.freed.shared,
         rebuilt_bytes=need.freed.rebuilt,
     )
-
-
-def _freed(cost: Cost, inner: Needs) -> int:
-    """What a call frees of its hidden states before its backward needs most, if its recomputation is as `inner`."""
-    more = cost.backward.peak - inner.arrival - inner.forward_peak  # than while it is recomputed
-    return max(0, min(inner.freed.hidden, more))
 
 
 def with_offloading(

@@ -178,15 +178,9 @@ def _read_launch(written: Mapping[str, Any]) -> dict[str, Any]:
     """Return accelerate's config, with the defaults of the version that is installed, and the keys it does not have."""
     from accelerate.commands.config import config_args
 
-    launch_keys = [
-        "fp16",  # of older versions
-        "dynamo_backend",
-        *(
-            field.name
-            for of in (config_args.ClusterConfig, config_args.SageMakerConfig)
-            for field in dataclasses.fields(of)
-        ),
-    ]
+    classes = (config_args.ClusterConfig, config_args.SageMakerConfig)
+    # The first two are of older versions.
+    launch_keys = ["fp16", "dynamo_backend", *(field.name for of in classes for field in dataclasses.fields(of))]
     readable = {key: value for key, value in written.items() if key in launch_keys}
     with tempfile.TemporaryDirectory() as folder:  # accelerate reads files only, and none with unknown keys
         path = Path(folder) / "config.json"
@@ -327,12 +321,11 @@ def _of_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     from hf_ckpt.forecast.model import load_config
 
     derived: dict[str, Any] = {}
+    is_quantised = fields.get("load_in_4bit") or fields.get("load_in_8bit")
     if fields.get("parallel") in ("fsdp1", "fsdp2") and fields["autocast"] != "none" and "lora" not in fields:
         derived["dtype"] = "float32"  # accelerate casts what is trained
-    elif "dtype" not in fields and (
-        fields.get("load_in_4bit") or fields.get("load_in_8bit")
-    ):  # of what is not quantised, such as norms
-        derived["dtype"] = "bfloat16"
+    elif "dtype" not in fields and is_quantised:
+        derived["dtype"] = "bfloat16"  # of what is not quantised, such as norms
     elif "dtype" not in fields:  # since transformers 5
         dtype = getattr(load_config(fields["model"]), "dtype", None) or "float32"
         derived["dtype"] = str(dtype).removeprefix("torch.")

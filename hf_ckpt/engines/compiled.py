@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,16 +69,16 @@ class CompiledRegion(Region):
             return self.eager(fn, *args)
         if module is not None:
             self._refuse_hooks(fn, module)
-        kind = _Kind(self.block.rpartition(".")[0], None if module is None else type(module), self.share)
+        kind: Any = None if module is None else type(module)
         try:
-            output = _compiled(kind)(*compat.compiler.call_parts(fn), args)
+            run = _compiled(self.block.rpartition(".")[0], kind, self.share)
+            output = run(*compat.compiler.call_parts(fn), args)
         except Exception as error:
             if not compat.compiler.is_compile_error(error):  # the block's own error, such as out of memory
                 raise
             cause = getattr(error, "inner_exception", error)  # says which compiler is missing, for example
-            raise HfCkptError(
-                f"block {self.block!r} does not compile ({reason_of(cause)}). Leave `compile` out."
-            ) from error
+            why = reason_of(cause)
+            raise HfCkptError(f"block {self.block!r} does not compile ({why}). Leave `compile` out.") from error
         self.in_graph = True
         return output
 
@@ -93,10 +93,8 @@ class CompiledRegion(Region):
         inside = (part for part in module.modules() if called_whole or part is not module)
         hooked = next((f"a `{type(part).__name__}` inside" for part in inside if _is_watched(part)), "")
         if hooked or compat.hooks.has_global_hooks():
-            raise HfCkptError(
-                f"block {self.block!r} is compiled, and would not call the hook on {hooked or 'all modules'}. Remove "
-                "the hook, or leave `compile` out."
-            )
+            refused = f"block {self.block!r} is compiled, and would not call the hook on {hooked or 'all modules'}."
+            raise HfCkptError(f"{refused} Remove the hook, or leave `compile` out.")
         self.without_hooks = registered
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,26 +115,16 @@ def make(request: Request) -> Region:
     return CompiledRegion(request.block, share, **request.options)
 
 
-class _Kind(NamedTuple):
-    """Blocks that share their graphs. Each stack has its own, because encoders and decoders run different lengths."""
-
-    stack: str
-    module: type | None
-    """Class of the blocks."""
-    share: float
-
-    def __str__(self) -> str:
-        """Return a unique name for its function: torch remembers by name which lengths have changed."""
-        return f"{self.stack}: {'block' if self.module is None else self.module.__name__} at {self.share:g}"
-
-
 @functools.cache
-def _compiled(kind: _Kind) -> Callable[..., Any]:
-    """Return the compiled function for all blocks of a kind. It has its own cache of graphs.
+def _compiled(stack: str, kind: type | None, share: float) -> Callable[..., Any]:
+    """Return the compiled function for all blocks of one class in a stack. It has its own cache of graphs.
 
-    The share limits which results it keeps beside the graph's inputs.
+    Each stack has its own, because encoders and decoders run different lengths. The share limits which results it keeps
+    beside the graph's inputs.
     """
-    return compat.compiler.compiled_copy(_run, str(kind), functools.partial(_compile, kind.share))
+    # A unique name: torch remembers by name which lengths have changed.
+    name = f"{stack}: {'block' if kind is None else kind.__name__} at {share:g}"
+    return compat.compiler.compiled_copy(_run, name, functools.partial(_compile, share))
 
 
 def _run(function: Callable[..., Any], first: Sequence[Any], kwargs: dict[str, Any], args: Sequence[Any]) -> Any:

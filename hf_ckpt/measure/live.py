@@ -23,6 +23,10 @@ _NO_WRAPPERS = (torch.Tensor, nn.Parameter)
 class MemoryReader(abc.ABC):
     """Reads memory at the boundaries of a step."""
 
+    is_over: Callable[[], bool] = bool
+    """Returns whether a KeyboardInterrupt has ended the step, which calls no hook then: False by default. A reader that
+    counts asks it at every operation. Once it is True, the reader stops, and does not start again."""
+
     @abc.abstractmethod
     def read(self) -> tuple[int, int]:
         """Return (bytes alive, most bytes alive since the last call)."""
@@ -36,13 +40,6 @@ class MemoryReader(abc.ABC):
 
     def stop(self) -> None:  # noqa: B027
         """Stop reading. An allocator always counts, so there is nothing to do."""
-
-    def stop_if(self, is_over: Callable[[], bool]) -> None:  # noqa: B027
-        """Stop reading once `is_over` returns True: a KeyboardInterrupt ends a step without a call of a hook."""
-
-    def is_over(self) -> bool:
-        """Whether it has seen that a KeyboardInterrupt has ended the step. Then it does not start again."""
-        return False
 
 
 class _Alive(weakref.ref):  # type: ignore[type-arg]
@@ -82,7 +79,6 @@ class LiveBytes(compat.modes.TorchDispatchMode, MemoryReader):  # type: ignore[n
         self.peak_bytes = 0
         self._running = False
         self._live: dict[int, _Alive] = {}
-        self.is_over: Callable[[], bool] = bool
         for holder in holders:
             for tensor in tensors_of(holder):
                 self._count_all(tensor)
@@ -119,10 +115,6 @@ class LiveBytes(compat.modes.TorchDispatchMode, MemoryReader):  # type: ignore[n
         _started.discard(self)
         compat.torch.unwatch_resizes(self.count_storage)
         compat.modes.leave_dispatch_mode(self)
-
-    def stop_if(self, is_over: Callable[[], bool]) -> None:
-        """Stop counting once `is_over`, which every operation calls, returns True."""
-        self.is_over = is_over
 
     def sees_this_thread(self) -> bool:
         """Whether it counts what this thread allocates: a backward may run in another one than the forward."""

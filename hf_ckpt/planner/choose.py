@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy
 import numpy.typing
 
-from hf_ckpt.costs.costs import CallCosts, Choice, Cost, Costs
+from hf_ckpt.costs.costs import Choice, Cost, Costs
 from hf_ckpt.spec.actions import Action
 
 WIDTH = 1000
@@ -219,7 +219,8 @@ def _stages(costs: Costs, freed: int) -> Iterator[list[tuple[Action | None, _Opt
         beside = resident + costs.at_backward_bytes + gradients - freed
         stack = call.block.stack
         options: list[tuple[Action | None, _Option]] = []
-        for action, cost in _least_first(call):
+        # Those that keep least come first.
+        for action, cost in sorted(call.costs.items(), key=lambda pair: pair[1].kept_bytes):
             time = _nanoseconds(cost) * factor // unit + costs.actions.index(action)
             # What this call can rebuild from the one before, and that one can rebuild as well, is not kept at all.
             needs = {size for size in before[1] if cost.rebuilt_bytes} if stack == before[0] else set()
@@ -237,8 +238,3 @@ def _stages(costs: Costs, freed: int) -> Iterator[list[tuple[Action | None, _Opt
 
 def _nanoseconds(cost: Cost) -> int:
     return cost.forward.nanoseconds + cost.backward.nanoseconds
-
-
-def _least_first(call: CallCosts) -> list[tuple[Action, Cost]]:
-    """The actions of a call and their costs; those that keep least come first."""
-    return sorted(call.costs.items(), key=lambda pair: pair[1].kept_bytes)

@@ -162,12 +162,10 @@ def _action(spec: Spec, policy: str, save: tuple[str, ...], share: float | None)
         return Action(COMPILED.kind, share=share)
     if policy == "none":
         return KEEP
-    if policy == "full" and spec.mlp != "whole":
+    if policy in PLANNED_POLICIES or (policy == "full" and spec.mlp != "whole"):
         return least(spec)
     if policy in SAVING:
         return Action(policy, save, moved=spec.offload == "saved" and "moved" in ACTIONS[policy].options)
-    if policy in PLANNED_POLICIES:
-        return least(spec)
     return OFFLOAD if spec.offload is True else Action(policy)
 
 

@@ -88,12 +88,7 @@ class ActionKind:
 ACTIONS: dict[str, ActionKind] = {
     record.name: record
     for record in (
-        ActionKind(
-            "keep",
-            is_policy=False,
-            forms=(KEEP,),
-            next=SELECTIVE,
-        ),
+        ActionKind("keep", is_policy=False, forms=(KEEP,), next=SELECTIVE),
         ActionKind(
             "selective",
             engine="hf_ckpt.engines.rebuild.region:make",

@@ -183,7 +183,7 @@ class Plan:
     def summary(self) -> str:
         """Return the actions in one line: `full on blocks 0, 2 of 4`. Several stacks are listed one by one."""
         stacks = self.stacks()
-        parts = [(f"{stack}: " if len(stacks) > 1 else "") + _summary(pairs) for stack, pairs in stacks.items()]
+        parts = [(f"{stack}: " if len(stacks) > 1 else "") + _chosen(pairs) for stack, pairs in stacks.items()]
         if self.head != "whole":
             parts.append("head in chunks")
         return "; ".join(parts)
@@ -228,24 +228,18 @@ def _made_again(pairs: list[tuple[Block, Action]]) -> Iterator[str]:
         yield f"{count} of {counted(len(pairs), 'input')} recomputed"
 
 
-def _summary(pairs: list[tuple[Block, Action]]) -> str:
-    """Return the actions of one stack in one line."""
-    return "; ".join([_chosen(pairs), *_made_again(pairs)])
-
-
 def _chosen(pairs: list[tuple[Block, Action]]) -> str:
-    """Return which blocks of one stack have which action, in words."""
+    """Return which blocks of one stack have which action, in one line."""
     chosen = _positions(pairs)
     if len(chosen) > 1:
         chosen.pop(str(KEEP), None)
-    if [len(indices) for indices in chosen.values()] == [len(pairs)]:
+    if [len(places) for places in chosen.values()] == [len(pairs)]:
         every = "all " if len(pairs) > 1 else ""
-        return f"{next(iter(chosen))} on {every}{counted(len(pairs), 'block')}"
-    parts = [
-        f"{action} on block{'s' if len(indices) > 1 else ''} {spans(indices)}" for action, indices in chosen.items()
-    ]
-    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    return f"{listed} of {len(pairs)}"
+        text = f"{next(iter(chosen))} on {every}{counted(len(pairs), 'block')}"
+    else:
+        parts = [f"{action} on block{'s' if len(at) > 1 else ''} {spans(at)}" for action, at in chosen.items()]
+        text = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1]))) + f" of {len(pairs)}"
+    return "; ".join([text, *_made_again(pairs)])
 
 
 def spans(indices: list[int]) -> str:

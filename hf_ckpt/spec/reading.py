@@ -129,6 +129,12 @@ def did_you_mean(value: object, allowed: Iterable[object]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def goes_with(option: str, policies: Iterable[str], policy: object) -> str:
+    """Return the sentence for an option that only some policies have."""
+    listed = " or ".join(f"`policy: {name}`" for name in policies)
+    return f"`{option}` goes with {listed}, but policy is {policy!r}"
+
+
 def one_of(*allowed: object) -> Reader:
     """Return a reader that accepts these values only. It does not accept 0 and 1 for False and True."""
 
@@ -159,11 +165,7 @@ def whole(least: int, *others: str) -> Reader:
 
 def _optional(read: Reader) -> Reader:
     """Return a reader for which None is allowed, too."""
-
-    def read_some(value: Any) -> Any:
-        return None if value is None else read(value)
-
-    return read_some
+    return lambda value: None if value is None else read(value)
 
 
 def _read_reentrant(value: Any) -> bool:
@@ -195,11 +197,11 @@ def _for_stacks(read: Reader) -> Reader:
         if not value:
             raise ValueError("must name at least one stack, but is empty")
         values, problems = read_keys(value, dict.fromkeys(value, read))
+        right = tuple((str(stack), each) for stack, each in values.items())
         if problems:
-            right = tuple((str(stack), each) for stack, each in values.items())
             message = f"for each stack: {' '.join(problems)}".rstrip(".")
             raise PartlyWrong(message, right) if right else ValueError(message)
-        return tuple((str(stack), each) for stack, each in values.items())
+        return right
 
     return read_all
 
@@ -242,14 +244,11 @@ def _read_rule(written: Any) -> Rule:
         problems.append("needs `policy`")
     if written.get("layers") is None and written.get("stack") is None:  # else it would be the policy of the spec
         problems.append("needs `layers` or `stack`")
-    if values.get("save") and policy not in (None, *SAVING):
-        listed = " or ".join(f"`policy: {name}`" for name in SAVING)
-        problems.append(f"`save` goes with {listed}, but policy is {policy!r}")
     if values.get("share") is not None and policy == "none":
         problems.append("`share` is how much planned blocks keep, but policy is 'none'")
-    if values.get("segments") is not None and policy not in (None, *SEGMENTED):
-        listed = " or ".join(f"`policy: {name}`" for name in SEGMENTED)
-        problems.append(f"`segments` goes with {listed}, but policy is {policy!r}")
+    for option, policies in (("save", SAVING), ("segments", SEGMENTED)):
+        if values.get(option) is not None and policy not in (None, *policies):
+            problems.append(goes_with(option, policies, policy))
     if problems:
         # The places of other rules in the list stay, and the blocks of this one are looked for.
         rest = Rule(**{"policy": "none", **values})

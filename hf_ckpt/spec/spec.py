@@ -17,7 +17,7 @@ from typing import Any
 from hf_ckpt.errors import SpecError, shown
 from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import parse_values, read_values, without_repeats
-from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, SEGMENTED, Layers, Rule, Segments, read_keys
+from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, SEGMENTED, Layers, Rule, Segments, goes_with, read_keys
 from hf_ckpt.units import exact_size
 
 PLANNED_POLICIES = ("budget", "auto")
@@ -185,11 +185,9 @@ def _from_text(text_or_path: str | Path) -> Spec:
         if text.startswith("{"):
             values = parse_values(text, only_json=True)
         elif "=" in text and not is_file:  # a file may be called so, too
-            words = text.split()
-            problems = [
-                f"words must look like key=value, but {shown(word)} does not." for word in words if "=" not in word
-            ]
-            values = without_repeats([_read_word(word) for word in words if "=" in word])
+            wrong = [shown(word) for word in text.split() if "=" not in word]
+            problems = [f"words must look like key=value, but {word} does not." for word in wrong]
+            values = without_repeats([_read_word(word) for word in text.split() if "=" in word])
         else:
             values = read_values(text)
     except ValueError as error:
@@ -207,9 +205,8 @@ def _read_word(word: str) -> tuple[str, Any]:
 def _from_mapping(written: Any, source: str | None, before: Iterable[str] = ()) -> Spec:
     """Read a mapping of keys. Errors name its `source`. Raises `SpecError` with all problems and those `before`."""
     if not isinstance(written, Mapping):
-        raise SpecError(
-            [f"a spec must be a mapping of keys, but is {type(written).__name__} instead: {shown(written)}"], source
-        )
+        problem = f"a spec must be a mapping of keys, but is {type(written).__name__} instead: {shown(written)}"
+        raise SpecError([problem], source)
     values, problems = read_keys(written, READERS, _FOREIGN_KEYS)
     problems = [*before, *problems]
     if isinstance(values.get("policy"), tuple):
@@ -275,8 +272,7 @@ def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
         yield "`policy: budget` needs `budget`, for example '20GiB'."
     for option, is_set, policies, hint in options:
         if is_set and _policies_of(spec).isdisjoint(policies):
-            listed = " or ".join(f"`policy: {name}`" for name in policies)
-            yield f"`{option}` goes with {listed}, but policy is {spec.policy!r}{hint}."
+            yield f"{goes_with(option, policies, spec.policy)}{hint}."
 
 
 def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Recorder:
         handles: list[Any] = [self.boundaries]
         if levels.reader is not None:
             handles += compat.optimizers.call_around(self._before_optimizer, self._after_optimizer)
-            levels.reader.stop_if(self.boundaries.was_interrupted)
+            levels.reader.is_over = self.boundaries.was_interrupted
         # The finalizer must not refer to the recorder, which refers to the record and so to the model's blocks.
         self._end = weakref.finalize(base, _remove, handles, levels)
         self.is_stored = False

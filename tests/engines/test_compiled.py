@@ -241,9 +241,9 @@ def test_a_count_of_operations_sees_blocks_in_eager_mode(graphs):
 def test_verify_compares_with_the_same_blocks_at_share_1(graphs, monkeypatch):
     right = engine._compiled
 
-    def wrong(kind):
-        run = right(kind)
-        return run if kind.share else lambda *args: run(*args) * 1.001
+    def wrong(stack, kind, share):
+        run = right(stack, kind, share)
+        return run if share else lambda *args: run(*args) * 1.001
 
     for make in (right, wrong):
         monkeypatch.setattr(engine, "_compiled", make)
