@@ -23,9 +23,8 @@ def add(verbs: Any) -> None:
     """Add the verb and its options to the command line."""
     example = "example: hf-ckpt doctor accelerate.yaml train.yaml --model llama-3.1-8b"
     doctor = add_verb(verbs, __name__, run, "find mistakes in config files that raise no error", epilog=example)
-    doctor.add_argument(
-        "files", nargs="+", metavar="FILE", help="config file; its keys tell which program it belongs to"
-    )
+    files = "config file; its keys tell which program it belongs to"
+    doctor.add_argument("files", nargs="+", metavar="FILE", help=files)
     doctor.add_argument("--model", help="preset, folder, hub id or config.json; only its config is read")
     doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
 

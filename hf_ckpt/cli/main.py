@@ -57,11 +57,8 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line, with all verbs."""
-    parser = Parser(
-        prog="hf-ckpt",
-        description="Per-block activation checkpointing for Hugging Face models. To use it in an unchanged training "
-        "script: python -m hf_ckpt script.py ...",
-    )
+    usage = "To use it in an unchanged training script: python -m hf_ckpt script.py ..."
+    parser = Parser(prog="hf-ckpt", description=f"Per-block activation checkpointing for Hugging Face models. {usage}")
     parser.add_argument("--version", action="version", version=f"hf-ckpt {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     for verb in (plan, check, doctor, app):

@@ -39,9 +39,8 @@ def add(verbs: Any) -> None:
     plan.add_argument("--against", metavar="OTHER", help=_AGAINST)
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write the figure of hf-ckpt app to this file")
-    plan.add_argument(
-        "--out", type=Path, help='save the plan to this file (.yaml or .json); the spec {"plan": FILE} loads it'
-    )
+    out = 'save the plan to this file (.yaml or .json); the spec {"plan": FILE} loads it'
+    plan.add_argument("--out", type=Path, help=out)
 
 
 def run(arguments: argparse.Namespace) -> int:

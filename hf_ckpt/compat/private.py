@@ -23,7 +23,5 @@ def private(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (AttributeError, ImportError):
-        raise HfCkptError(
-            f"torch {torch.__version__} has no {name}, which hf_ckpt needs. Install a torch that hf_ckpt is tested "
-            "with (docs/versions.md)."
-        ) from None
+        advice = "Install a torch that hf_ckpt is tested with (docs/versions.md)."
+        raise HfCkptError(f"torch {torch.__version__} has no {name}, which hf_ckpt needs. {advice}") from None

@@ -222,9 +222,8 @@ def _redrawn_dropout(files: ConfigFiles) -> Texts:
     version, options = files.fsdp or ("", {})
     if not active:
         return
-    what = (
-        f"random state is not preserved, but {active[0]}: recomputed blocks draw other masks, so gradients are wrong."
-    )
+    effect = "recomputed blocks draw other masks, so gradients are wrong"
+    what = f"random state is not preserved, but {active[0]}: {effect}."
     if version == "2" and _is_on(options.get("activation_checkpointing")):  # FSDP1 keeps random state
         yield "fsdp_activation_checkpointing", what, f"Set it to false and {files.flag} to true."
     kwargs = files.kwargs if files.values.get(files.flag) and isinstance(files.kwargs, dict) else {}

@@ -35,8 +35,7 @@ CAUSES = {
     "inputs": "The block is recomputed from other inputs than it had. They were left out, the block changes them in "
     "place, or what stores them, such as offloading, has changed them.",
     "random": "The recomputation draws other random numbers: set preserve_rng_state to True. hf_ckpt also restores the "
-    "states of "
-    "Python's `random` and numpy, which other checkpointing does not.",
+    "states of Python's `random` and numpy, which other checkpointing does not.",
     "unknown": "Unknown: inputs, settings and random state were those of the forward. It may be a "
     "nondeterministic kernel (torch.use_deterministic_algorithms(True) names it), a random generator of its own, "
     "memory that is not written yet (RReLU as the last operation of a block: "
@@ -242,8 +241,9 @@ class Check:
     """The differences, in the order in which the forward saved the tensors once the check has ended."""
     ends: bool = False
     """Whether the end of the check is scheduled or has come."""
-    changes: _Changes | None = None
-    """What may be the cause of a difference, while the check runs."""
+    has_ended: bool = False
+    changes: _Changes = dataclasses.field(init=False, repr=False)
+    """What may be the cause of a difference, from the beginning of the forward to the end of the check."""
 
     def __post_init__(self) -> None:
         self._first_call = threading.Lock()
@@ -267,7 +267,7 @@ class Check:
         # torch's own selective checkpointing, or a count of operations, must not see what only the check does. So it is
         # wherever `unseen_by_modes` stands below.
         with compat.modes.unseen_by_modes():
-            changes = self.changes = _Changes(self.module, args)
+            self.changes = _Changes(self.module, args)
         # Only the first call runs under the hooks of this check.
         forward = FirstThenAgain(
             functools.partial(self._run, bound.func),
@@ -275,14 +275,13 @@ class Check:
             owner=getattr(bound.func, "__self__", None),
         )
         output = self.function(functools.partial(forward, *bound.args, **bound.keywords), *args)
-        changes.forward_has_ended()
+        self.changes.forward_has_ended()
         if not self.saved:
             self.done(self)
         return output
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, and see what autograd saves."""
-        assert self.changes is not None
         with torch.no_grad(), compat.modes.unseen_by_modes():
             inputs = _plain_among(args, kwargs)
             self.changes.inputs = [Seen(tensor.detach()) if self.reserve(tensor) else None for tensor in inputs]
@@ -295,7 +294,7 @@ class Check:
 
     def _run_again(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Recompute the block, and compare its inputs with those of the forward until the check has ended."""
-        if self.changes is not None:
+        if not self.has_ended:
             with torch.no_grad(), compat.modes.unseen_by_modes():
                 self.changes.runs_again(_plain_among(args, kwargs))
         return function(*args, **kwargs)
@@ -303,7 +302,6 @@ class Check:
     @compat.torch.untraced  # compiled parts of a block call it
     def pack(self, outer: compat.autograd.SavedTensorHooks, tensor: torch.Tensor) -> CheckedTensor:
         """Saved-tensor hook: pass a tensor to the `outer` hooks, and keep a reference to it."""
-        assert self.changes is not None
         outer_pack, outer_unpack = outer
         saved = CheckedTensor(outer_pack(tensor), outer_unpack)
         self.saved += 1
@@ -345,7 +343,7 @@ class Check:
     def unpack(self, saved: CheckedTensor) -> torch.Tensor:
         """Saved-tensor hook: return what the outer hooks return, after comparing it with the reference."""
         # Compare nothing in a second backward, or when an engine or other code reads what a node has saved.
-        if self.changes is None or self.changes.forward_runs or not self.schedule_end():
+        if self.has_ended or self.changes.forward_runs or not self.schedule_end():
             return saved.load(saved.packed)
         tensor = saved.load(saved.packed)
         if saved.reference is not None and not compat.autograd.is_unused_random_state(tensor):
@@ -360,7 +358,6 @@ class Check:
             if reference.difference.operation != "weight":
                 return  # without checkpointing, torch raises an error in this backward
             what: str | None = "it was changed in place before the backward"
-            assert self.changes is not None
             self.changes.causes.add("settings")
         elif _is_same_memory(reference.values, tensor):
             return
@@ -374,16 +371,14 @@ class Check:
         """Schedule the end of the check for the end of the running backward; return False if none is running."""
         if not self.ends and compat.autograd.call_after_backward(self._end):
             self.ends = True
-            assert self.changes is not None
             self.changes.backward_begins(self.whole)
         return self.ends
 
     def _end(self) -> None:
         """End the check: find the cause of the differences, and call `done`."""
-        changes = self.changes
-        self.changes = None
-        assert changes is not None
-        cause = changes.likely_cause()
+        self.has_ended = True
+        cause = self.changes.likely_cause()
+        del self.changes  # the graph, which may live until the next step, holds the check
         # Backward finds the last tensors first. What differs first in the forward is nearest to the cause.
         self.differences.sort(key=lambda difference: difference.place)
         self.differences = [dataclasses.replace(difference, cause=cause) for difference in self.differences]

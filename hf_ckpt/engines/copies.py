@@ -72,10 +72,10 @@ def as_given(
         keywords = copy_of(bound.keywords)
         positional = [arg if isinstance(arg, torch.Tensor) else copy_of(arg) for arg in args]
     except TypeError as error:
-        raise HfCkptError(
-            f"block {block!r} is given a value that cannot be copied for its recomputation ({error}). Pass a list, a "
-            'dict or a tensor in its place, or use "policy": "selective", which runs no block twice.'
-        ) from error
+        problem = f"is given a value that cannot be copied for its recomputation ({error})"
+        other = '"policy": "selective", which runs no block twice'
+        advice = f"Pass a list, a dict or a tensor in its place, or use {other}."
+        raise HfCkptError(f"block {block!r} {problem}. {advice}") from error
     is_same = all(map(operator.is_, (*positional, *keywords.values()), (*args, *bound.keywords.values())))
     if is_same and True not in map(_requires_grad, tensors):
         return Runs(fn, fn), args, tensors  # nothing had to be copied

@@ -170,12 +170,9 @@ class Mover:
         """
         size = 1 << max(0, size - 1).bit_length()  # torch's pinned allocator rounds up to powers of two
         if self.limit_bytes is not None and self.held_bytes + size > self.limit_bytes:
-            warn_once(
-                log,
-                "hf_ckpt: `host_budget` (%s, in buffers of powers of two) is used up; what does not fit stays on "
-                "the device.",
-                format_bytes(self.limit_bytes),
-            )
+            fact = "`host_budget` (%s, in buffers of powers of two) is used up"
+            effect = "what does not fit stays on the device"
+            warn_once(log, f"hf_ckpt: {fact}; {effect}.", format_bytes(self.limit_bytes))
             return None
         pin = self.pins and compat.devices.accelerator_type() is not None
         try:
@@ -205,9 +202,8 @@ def _why_not_pinned(size: int, held_bytes: int) -> str:
     if limit is not None and limit < held_bytes + size:
         causes.append(f"`ulimit -l` allows {format_bytes(limit)}")
     if size > LARGEST_PINNED:
-        causes.append(
-            f"one buffer of {format_bytes(size)}, and some drivers pin at most {format_bytes(LARGEST_PINNED)}"
-        )
+        most_pinned = format_bytes(LARGEST_PINNED)
+        causes.append(f"one buffer of {format_bytes(size)}, and some drivers pin at most {most_pinned}")
     mappings, most = memory_mappings()
     if most is not None and mappings >= most - MAPPINGS_LEFT:
         causes.append(f"`vm.max_map_count` allows {most:,} mappings, and the process has {mappings:,}")

@@ -58,12 +58,9 @@ def device_memory(held_bytes: int, devices: Iterable[torch.device] | None = None
         try:
             return _driver_memory(there[0], held_bytes)
         except RuntimeError:
-            warn_once(
-                log,
-                "hf_ckpt: torch does not report the memory of %s, so hf_ckpt uses that of the machine. Give "
-                "the budget in bytes, such as 20GiB: shares and `auto` would refer to the wrong memory.",
-                there[0].type,
-            )
+            fact = "torch does not report the memory of %s, so hf_ckpt uses that of the machine."
+            advice = "Give the budget in bytes, such as 20GiB: shares and `auto` would refer to the wrong memory."
+            warn_once(log, f"hf_ckpt: {fact} {advice}", there[0].type)
     import psutil
 
     memory = psutil.virtual_memory()
@@ -146,13 +143,9 @@ def keeps_statistics(device: torch.device) -> bool:
     try:
         _restart(device)
     except RuntimeError as error:
-        warn_once(
-            log,
-            "hf_ckpt: the allocator of %s reports no peaks (%s). So peaks are not logged, and the policies `budget` "
-            "and `auto` count live tensors.",
-            device.type,
-            str(error).partition("\n")[0],
-        )
+        fact = "the allocator of %s reports no peaks (%s)."
+        effect = "So peaks are not logged, and the policies `budget` and `auto` count live tensors."
+        warn_once(log, f"hf_ckpt: {fact} {effect}", device.type, str(error).partition("\n")[0])
         return False
     return True
 

@@ -67,13 +67,11 @@ def fastest_choice(costs: Costs, limit: int) -> Choice | None:
     Of equally fast choices, that with earlier actions is taken, and of their orders, that in which the first calls keep
     least.
     """
-    fitting = [
-        (table.times[place], table, place) for table in _tables(costs) if (place := table.first(limit)) is not None
-    ]
+    fitting = [table for table in _tables(costs) if table.peaks[-1] <= limit]
     if not fitting:
         return None
-    _, table, place = min(fitting, key=lambda row: row[0])
-    return table.choice(place)
+    fastest = min(fitting, key=lambda table: table.times[table.first(limit)])
+    return fastest.choice(fastest.first(limit))
 
 
 def lowest_peak(costs: Costs) -> int:
@@ -166,9 +164,9 @@ class _Table:
         self.times: list[int] = time[self._order].tolist()
         """The time of each plan, as in `_Option.time`."""
 
-    def first(self, limit: int) -> int | None:
-        """The place of the fastest plan whose peak is at most `limit` bytes; None if there is none."""
-        return next((place for place, peak in enumerate(self.peaks) if peak <= limit), None)
+    def first(self, limit: int) -> int:
+        """The place of the fastest plan whose peak is at most `limit` bytes; there is one."""
+        return next(place for place, peak in enumerate(self.peaks) if peak <= limit)
 
     def choice(self, place: int) -> Choice:
         """The actions of a plan."""

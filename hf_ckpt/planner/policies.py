@@ -113,11 +113,9 @@ def fit_plan(plan: Plan, blocks: Sequence[Block], family: str, model: str, sourc
     if planned_kinds != kinds:
         names = planned_kinds.keys() | kinds.keys()
         differing = [name for name in names if planned_kinds.get(name) != kinds.get(name)]
-        raise PlanMismatchError(
-            f"{source} is for another model: it was made for {shown(plan.model, quoted=False)} with "
-            f"{len(planned_kinds)} blocks, this is {model} with {len(kinds)}; first difference at "
-            f"{shown(min(differing))}."
-        )
+        planned_model = f"{shown(plan.model, quoted=False)} with {len(planned_kinds)} blocks"
+        difference = f"this is {model} with {len(kinds)}; first difference at {shown(min(differing))}"
+        raise PlanMismatchError(f"{source} is for another model: it was made for {planned_model}, {difference}.")
     planned = {block.name: action for block, action in plan.actions}
     actions = tuple((block, planned[block.name]) for block in blocks)
     return dataclasses.replace(plan, family=family, model=model, actions=actions)
@@ -260,10 +258,8 @@ def _select(
             end = "" if last == -1 else last
             layers = str(first) if first == last else f"{first}-{end}"
             if not (0 <= low < len(blocks) and 0 <= high < len(blocks)):
-                problems.append(
-                    f"{where} names {layers}, but stack {name!r} has blocks 0 to {len(blocks) - 1} "
-                    f"(or -{len(blocks)} to -1)."
-                )
+                allowed = f"0 to {len(blocks) - 1} (or -{len(blocks)} to -1)"
+                problems.append(f"{where} names {layers}, but stack {name!r} has blocks {allowed}.")
             elif low > high:
                 problems.append(f"{where} names {layers}, which matches no block of stack {name!r}.")
             else:

@@ -288,10 +288,8 @@ def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     # A session plans stack by stack, from what all blocks of a kind cost. It has no place for a single block.
     parts = spec.rules and (compiled or any(rule.layers is not None for rule in spec.rules))
     if spec.is_planned and (choosing or parts):
-        yield (
-            f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}. "
-            "Only rules of whole stacks that are not compiled are allowed."
-        )
+        allowed = "Only rules of whole stacks that are not compiled are allowed."
+        yield f"`policy: {spec.policy}` chooses the blocks itself; remove {', '.join(choosing) or 'rules'}. {allowed}"
     if not {rule.policy for rule in spec.rules}.isdisjoint({*PLANNED_POLICIES} - {spec.policy}):
         yield f"a rule may have `budget` or `auto` only if that is the policy, which is {spec.policy!r}."
     if spec.policy == "none" and choosing:
@@ -315,10 +313,8 @@ def _conflicts_of_compiled(spec: Spec, written: Mapping[str, Any]) -> Iterator[s
         yield f"`share` is how much the blocks of a policy keep, but policy is {spec.policy!r}; leave one of them out."
     # A compiled block saves inside its graph, where no hook of ours sees a tensor that could be moved or rebuilt.
     if not _policies_of(spec).isdisjoint(("offload", "full+selective")):
-        yield (
-            "compiled blocks cannot be offloaded, and the compiler decides what is rebuilt; use `none`, `selective` or "
-            "`full`, or a `share`."
-        )
+        advice = "use `none`, `selective` or `full`, or a `share`"
+        yield f"compiled blocks cannot be offloaded, and the compiler decides what is rebuilt; {advice}."
     left_to_compiler = [key for key in ("save", "offload", "host_budget") if written.get(key)]
     if left_to_compiler:
         yield f'`compile: "blocks"` lets the compiler decide what a block saves; remove {", ".join(left_to_compiler)}.'
