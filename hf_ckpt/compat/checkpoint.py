@@ -16,8 +16,8 @@ from hf_ckpt.compat.torch import untraced
 
 StopRecomputation: type[Exception] = private("torch.utils.checkpoint._StopRecomputationError")
 """The exception by which torch ends a recomputation as soon as it has made every tensor that backward needs."""
-_READ = frozenset({"metadata_fn", "recomp_counter", "recomputed", "weak_holders", "x_metadatas"})
-"""Attributes of torch's record of a checkpointed call that `_WatchedFrame` reads."""
+_READ = frozenset({"early_stop", "metadata_fn", "recomp_counter", "recomputed", "weak_holders", "x_metadatas"})
+"""Attributes of torch's record of a checkpointed call that are read here."""
 
 
 _default_metadata = private("torch.utils.checkpoint._default_meta_extractor")
@@ -26,6 +26,7 @@ _metadata = operator.attrgetter("shape", "dtype", "device")
 
 
 _Holder = private("torch.utils.checkpoint._Holder")
+_Handle = private("torch.utils.checkpoint._Handle")
 _running_backward = private("torch._C._current_graph_task_id")
 
 
@@ -127,11 +128,50 @@ def run_again(function: Callable[..., Any], *args: Any) -> Any:
     if hooks is None:
         return function(*args)
     pack, unpack = hooks
-    unwrapped = getattr(pack, "_torchdynamo_orig_callable", None)
-    if unwrapped is None:
+    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
+    with torch.autograd.graph.saved_tensors_hooks(_repacking_for(pack) or untraced(pack), unpack):
         return function(*args)
-    with torch.autograd.graph.saved_tensors_hooks(untraced(unwrapped), unpack):
-        return function(*args)
+
+
+def _repacking_for(pack: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what does the same as the `pack` hook of a recomputation by torch, which makes two calls more.
+
+    None if that hook is not as expected.
+    """
+    # `pack` is a closure of `_recomputation_hook.__init__` (torch/utils/checkpoint.py).
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if not cells.keys() >= {"gid", "target_frame_ref"}:
+        return None
+    frame = cells["target_frame_ref"].cell_contents()
+    if type(frame) is not _WatchedFrame:
+        return None
+    backward = cells["gid"].cell_contents
+    weak_holders = frame.weak_holders
+    counts = frame.recomp_counter
+    recomputed: Any = frame.recomputed[backward]
+    tensors = recomputed.data
+    remove = recomputed._remove
+    expected = len(weak_holders)
+    stops_early = frame.early_stop
+
+    @untraced
+    def repack(tensor: torch.Tensor) -> torch.Tensor:
+        number = counts[backward]
+        if number >= expected:
+            result: torch.Tensor = pack(tensor)  # torch's own tells what is wrong
+            return result
+        counts[backward] = number + 1
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        holder = weak_holders[number]()
+        if holder is not None:  # a backward inside the forward may have used it up
+            handle = holder.handles[backward] = _Handle()
+            tensors[weakref.ref(handle, remove)] = tensor
+        if stops_early and number + 1 == expected:
+            raise StopRecomputation
+        return tensor
+
+    return repack
 
 
 def _frame_of(pack: Any) -> Any:

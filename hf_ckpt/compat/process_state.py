@@ -189,6 +189,7 @@ if hasattr(torch._C, "_get_fp32_precision_getter"):
 else:
     _SWITCHES.append((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
 
+_READERS = [read for read, _ in _SWITCHES]
 _count_modes = private("torch._C._len_torch_function_stack")
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 _push_mode = private("torch.overrides._push_mode")
@@ -199,7 +200,7 @@ class Switches:
     """The switches and the stack of TorchFunctionModes at one moment."""
 
     def __init__(self) -> None:
-        self.values = [read() for read, _ in _SWITCHES]
+        self.values = [read() for read in _READERS]
         self.modes: list[torch.overrides.TorchFunctionMode] = _function_modes() if _count_modes() else []
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
