@@ -110,6 +110,8 @@ class Watch:
         self._forwards += 1
         if session is not None and session.recorder is not None:
             return  # the peak of the first step under a plan is measured, and a check would add to it
+        if self._forwards < self._next:  # most forwards: the walks over the model below take longer than a block
+            return
         has_budget = session is not None and not session.gave_up
         devices = compat.distributed.devices_of_model(base)
         if not self._is_due(has_budget, devices):
@@ -136,7 +138,7 @@ class Watch:
 
     def _is_due(self, has_budget: bool, devices: Collection[torch.device]) -> bool:
         """Whether to check a block of this forward."""
-        if self._forwards < self._next or compat.devices.is_capturing():
+        if compat.devices.is_capturing():
             return False  # a check waits for the device, which a captured graph does not allow
         # What a device has left is known once the allocator has seen the peak of a step.
         return has_budget or self._forwards > 1 or not compat.devices.accelerators(devices)
