@@ -6,6 +6,7 @@ Hypothesis draws the sequences, and prints a failing one as a script of these ru
 
 import contextlib
 import copy
+import functools
 import pickle
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from helpers.adapters import with_lora
 from helpers.installed import flags
-from helpers.steps import assert_same, enable, step
+from helpers.steps import assert_same, enable, outcome, step, without_cache
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -23,7 +24,8 @@ import hf_ckpt
 from hf_ckpt import compat
 from hf_ckpt.attach.puts import Hooked
 from hf_ckpt.attach.record import installation
-from hf_ckpt.attach.switches import FLAG
+from hf_ckpt.attach.switches import FLAG, FUNCTION
+from hf_ckpt.engines.region import Region
 from hf_ckpt.errors import OwnerConflictError
 from hf_ckpt.models.blocks import base_model
 from hf_ckpt.models.tiny import tiny_batch, tiny_model
@@ -53,6 +55,8 @@ def visible(model):
             values[key] = len(vars(module)[key])
         for key in ("_require_grads_hooks", "_require_grads_hook"):  # transformers makes them in each call
             values.pop(key, None)
+        # transformers leaves its own function there when it is disabled.
+        values[FUNCTION] = isinstance(vars(module).get(FUNCTION), Region)
         values[FLAG] = getattr(module, FLAG, None)
         modules[name] = values
     return modules
@@ -128,6 +132,37 @@ class Sequences(RuleBasedStateMachine):
         assert torch.equal(one, other)
         for model in self.both():
             model.train()
+
+    @rule(what=st.sampled_from(["disable", "enable", "uninstall", "install"]), spec=SPECS, in_forward=st.booleans())
+    def change_within_a_step(self, what, spec, in_forward):
+        """In the forward of the last layer, or between forward and backward."""
+        layer = self.layers(self.ours)[-1]
+        change = functools.partial(getattr(self, what), **({} if what in ("disable", "uninstall") else {"spec": spec}))
+
+        def change_once(*_):
+            handle.remove()
+            change()
+
+        handle = layer.register_forward_pre_hook(change_once if in_forward else lambda *_: handle.remove())
+        self.ours.zero_grad()
+        torch.manual_seed(7)
+        loss = self.ours(**without_cache(self.ours, BATCH)).loss
+        if not in_forward:
+            change()
+        loss.backward()
+        assert_same(step(self.plain, BATCH), outcome(self.ours, loss))
+
+    @rule(error=st.sampled_from([KeyboardInterrupt, ZeroDivisionError]), in_backward=st.booleans())
+    def fail_within_a_step(self, error, in_backward):
+        def fail(*_):
+            raise error
+
+        layer = self.layers(self.ours)[-1]
+        parameter = next(parameter for parameter in layer.parameters() if parameter.requires_grad)
+        handle = parameter.register_hook(fail) if in_backward else layer.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            step(self.ours, BATCH)
+        handle.remove()
 
     @rule()
     def copy_within_a_step(self):
@@ -249,7 +284,8 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(place=PLACES, spec=st.one_of(st.none(), SPECS))
     def take_a_layer_of_another_model(self, place, spec):
-        others = [tiny_model("llama", layers=2, seed=3).train() for _ in range(2)]
+        dtype = base_model(self.plain).dtype
+        others = [tiny_model("llama", layers=2, seed=3, dtype=dtype).train() for _ in range(2)]
         if spec is not None and enabled(self.ours):  # else nothing asks for another model's plan to go
             hf_ckpt.install(others[1], spec)
             enable(others[1])
@@ -257,6 +293,17 @@ class Sequences(RuleBasedStateMachine):
         for model, other in zip(self.both(), others, strict=True):
             layers = self.layers(model)
             layers[place % len(layers)] = other.model.layers[1]
+
+    @rule()
+    def make_a_new_list(self):
+        for model in self.both():
+            base_model(model).model.layers = torch.nn.ModuleList(reversed(self.layers(model)))
+
+    @rule(dtype=st.sampled_from([torch.float64, torch.float32]))
+    def cast(self, dtype):
+        for model in self.both():
+            model.zero_grad()
+            model.to(dtype)
 
     @rule()
     def resize(self):
