@@ -73,7 +73,8 @@ def both(work, head, hidden, chunk=4, times=1):
 
 def loss_of(labels=SOME, **options):
     """A function of logits that calls `cross_entropy` as models do."""
-    return lambda logits: functional.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1), **options)
+    labels = labels if labels.is_floating_point() else labels.view(-1)
+    return lambda logits: functional.cross_entropy(logits.float().view(-1, WORDS), labels, **options)
 
 
 def selected(logits):
@@ -253,6 +254,11 @@ USES = {
     "one word": lambda logits: logits.unbind(-1)[3].sum(),
     "tokens taken": lambda logits: torch.take_along_dim(logits, LABELS[..., None] % 3, 0),
     "flat": lambda logits: logits.flatten(0, 1).logsumexp(0),
+    "weighted words": loss_of(weight=torch.linspace(0.5, 2.0, WORDS)),
+    "sum by its old name": loss_of(size_average=False),
+    "shares of words as labels": loss_of(torch.linspace(0, 1, LABELS.numel() * WORDS).view(-1, WORDS).softmax(-1)),
+    "one token": lambda logits: functional.cross_entropy(logits[1, 2], LABELS[1, 2]),
+    "shape by keyword": lambda logits: logits.reshape(shape=(-1, WORDS)).logsumexp(-1),
     "last place": lambda logits: functional.cross_entropy(logits.transpose(1, 2), SOME),
 }
 
@@ -268,11 +274,20 @@ def test_other_uses_get_plain_logits(name, whole, caplog):
     assert len(named) == len(set(named))
 
 
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [
+        (loss_of(reduction="median"), "median is not a valid value for reduction"),
+        (loss_of(LABELS[:2]), "Expected input batch_size"),
+    ],
+)
+def test_what_torch_refuses_is_refused(work, says):
+    with pytest.raises(ValueError, match=says):
+        work(lazy(*toy()))
+
+
 def test_a_loss_in_a_captured_graph_gets_plain_logits(whole, monkeypatch):
-    """The host would wait for the labels. `reduction` is checked before that, and by torch."""
-    with pytest.raises(ValueError, match="median is not a valid value for reduction"):
-        loss_of(reduction="median")(lazy(*toy()))
-    whole.clear()
+    """The host would wait for the labels."""
     monkeypatch.setattr(compat.devices, "is_capturing", lambda: True)
     assert_near(*both(loss_of(), *toy()))
     assert len(whole) == 1
@@ -288,6 +303,14 @@ def test_gradients_of_the_logits_can_be_given():
     down = torch.randn(*TOKENS, WORDS)
     torch.autograd.backward([lazy(head, hidden)], [down])
     torch.testing.assert_close(hidden.grad, torch.autograd.grad(head(hidden), hidden, down)[0])
+
+
+def test_calls_below_torch_functions_get_plain_logits_and_their_keywords():
+    head, hidden = toy()
+    with torch._C.DisableTorchFunctionSubclass():
+        wide = lazy(head, hidden).to(torch.float64)
+    assert torch.equal(wide, head(hidden).double())
+    assert wide.dtype == torch.float64
 
 
 def change_part(logits):

@@ -1,6 +1,7 @@
 """Every row of `engines.rebuild.ops` is used, and rebuilds bit-equal results."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,9 +138,21 @@ TOYS = {
 }
 
 
+OF_CUDA = {f"ScaledDotProduct{name}AttentionBackward0" for name in ("Flash", "Efficient", "Cudnn")}
+
+
 def test_every_row_is_tried_but_those_of_cuda():
-    of_cuda = {f"ScaledDotProduct{name}AttentionBackward0" for name in ("Flash", "Efficient", "Cudnn")}
-    assert ops.OPS.keys() - of_cuda == {name.partition(":")[0] for name in TOYS}
+    assert ops.OPS.keys() - OF_CUDA == {name.partition(":")[0] for name in TOYS}
+
+
+@pytest.mark.parametrize("name", sorted(OF_CUDA))
+def test_fused_attention_with_dropout_is_kept(name):
+    """Rebuilt, it would draw another mask."""
+    prepared = []
+    for share in (0.0, 0.1):
+        node = SimpleNamespace(_saved_dropout_p=share, _saved_is_causal=True, _saved_scale=None, _saved_attn_bias=None)
+        prepared.append(ops.OPS[name].prepare(node, None) is not None)
+    assert prepared == [True, False]
 
 
 OF_NUMBERS = ("MulBackward0: a number", "DivBackward0: a number", "CloneBackward0: then a product")
