@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,27 @@ def remember(optimizer: torch.optim.Optimizer) -> None:
 
 
 def call_before(before: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
-    """Call a function before every optimizer step of the process, until the handle is removed."""
-    return register_optimizer_step_pre_hook(lambda optimizer, *_: None if is_compiling() else before(optimizer))
+    """Call a function before every optimizer step of the process, until the handle is removed.
+
+    A method is not called any more once its object is gone: the hook does not keep it alive.
+    """
+    return register_optimizer_step_pre_hook(_weak(before))
 
 
 def call_after(after: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
-    """Call a function after every optimizer step of the process that did not raise, until the handle is removed."""
-    return register_optimizer_step_post_hook(lambda optimizer, *_: None if is_compiling() else after(optimizer))
+    """As `call_before`, but after every step that did not raise."""
+    return register_optimizer_step_post_hook(_weak(after))
+
+
+def _weak(function: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
+    reference: Callable[[], Any] = weakref.WeakMethod(function) if inspect.ismethod(function) else lambda: function
+
+    def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        called = None if is_compiling() else reference()
+        if called is not None:
+            called(optimizer)
+
+    return call
 
 
 class _Arguments(dict[str, Any]):

@@ -113,7 +113,7 @@ class OomGuard:
         """Text of the last error."""
         self._foreign: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
         """The gradients that the guard found before the first micro-step, until it has failed once."""
-        weakref.finalize(self, compat.optimizers.call_after(_Noticing(self)).remove).atexit = False
+        weakref.finalize(self, compat.optimizers.call_after(self._after_optimizer).remove).atexit = False
         record = installation(model)
         if record is not None and record.waits:  # on purpose, until memory runs out
             record.undo_puts()
@@ -167,6 +167,11 @@ class OomGuard:
         if not any(old and old != new for (old, _), (new, _) in zip(self._gradients_before, after, strict=True)):
             self._gradients_left = after
         return result
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._was_optimized:
+            trained = set(map(id, self._trained))
+            self._was_optimized = any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
     def _begin(self) -> _State:
         """Begin a new optimizer step: forget earlier micro-steps, and find the parameters that are trained now.
@@ -289,20 +294,6 @@ class OomGuard:
 def _state_of(tensors: Iterable[torch.Tensor | None]) -> _State:
     """The state of tensors; (0, 0) for a missing gradient. Versions count changes in place."""
     return tuple((0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors)
-
-
-class _Noticing:
-    """Tells a guard that an optimizer of its weights steps. A hook of the process must not hold the guard."""
-
-    def __init__(self, guard: OomGuard) -> None:
-        self._guard = weakref.ref(guard)
-
-    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
-        guard = self._guard()
-        if guard is None or guard._was_optimized:
-            return
-        trained = set(map(id, guard._trained))
-        guard._was_optimized = any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
 
 class OomGuardMixin:

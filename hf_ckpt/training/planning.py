@@ -31,6 +31,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from hf_ckpt import compat
@@ -102,8 +103,12 @@ class Planning:
         self._has_warned = False
         """Whether the user was warned that no plan fits."""
 
-    def close(self) -> None:
-        """End what outlives a pause of the plan."""
+    def agrees_before(self, optimizer: torch.optim.Optimizer, base: nn.Module) -> bool:
+        """Whether ranks agree on what comes next before a step of this optimizer."""
+        return False
+
+    def agree(self) -> None:
+        """Agree on what comes next."""
 
     # --- the next step ---
 

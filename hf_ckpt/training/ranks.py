@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -144,12 +143,6 @@ class RanksPlanning(Planning):
         """The time of the last agreement."""
         self._elements = 0
         """Elements of the batches since then."""
-        self.ends: Callable[[], object] = int
-        """Ends the agreements."""
-
-    def close(self) -> None:
-        """End what outlives a pause of the plan."""
-        self.ends()
 
     # --- micro-steps ---
 
@@ -173,6 +166,9 @@ class RanksPlanning(Planning):
         return next((plan for batch, plan in self.plans.items() if batch.state == self.state.present), None)
 
     # --- what ranks agree on ---
+
+    def agrees_before(self, optimizer: torch.optim.Optimizer, base: nn.Module) -> bool:
+        return optimizer in compat.distributed.zero3_optimizers(base)
 
     def agree(self) -> None:
         """Agree on what comes next. All ranks must call it, after the same micro-steps."""
@@ -316,24 +312,6 @@ class RanksPlanning(Planning):
         return Agreed(Phase.PLAN, actions)
 
 
-class _Agreeing:
-    """Lets ranks agree before an optimizer of ZeRO-3 steps. A hook of the process must not hold the session."""
-
-    def __init__(self, session: Session, planning: RanksPlanning) -> None:
-        self._session = weakref.ref(session)
-        self._planning = weakref.ref(planning)
-
-    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
-        session = self._session()
-        planning = self._planning()
-        base = None if session is None else session.base
-        if session is None or planning is None or base is None:
-            return
-        if optimizer in compat.distributed.zero3_optimizers(base):
-            session.store_ended()
-            planning.agree()
-
-
 def _refuse_without_common_step(base: nn.Module, policy: str) -> None:
     """Raise `HfCkptError` if ranks under ZeRO-3 have no optimizer step in which all of them could agree on a plan."""
     reason = compat.distributed.why_no_common_step(base)
@@ -346,10 +324,5 @@ def _refuse_without_common_step(base: nn.Module, policy: str) -> None:
 
 def session_for(base: nn.Module, record: Installation) -> Session:
     """Make the session of a model. Raises what `Planning` and `RanksPlanning` raise."""
-    if not compat.distributed.ranks_recompute_together(base):
-        return Session(base, record, Planning(base, record))
-    planning = RanksPlanning(base, record)
-    session = Session(base, record, planning)
-    handle = compat.optimizers.call_before(_Agreeing(session, planning))
-    planning.ends = weakref.finalize(base, handle.remove)
-    return session
+    kind = RanksPlanning if compat.distributed.ranks_recompute_together(base) else Planning
+    return Session(base, record, kind(base, record))

@@ -28,6 +28,7 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from hf_ckpt import compat
@@ -76,6 +77,9 @@ class Session:
         self._budget_watch = planning.budget.watch
         self._state = planning.state
         self._optimizers = OptimizerStates()
+        handle = compat.optimizers.call_before(self._before_optimizer)
+        # The model's end must end it, too: a hook of the process would live on, once for each model.
+        self._end_of_steps = weakref.finalize(base, handle.remove)
         self._forwards = StepForwards()
 
         self.planned: StepPlan | None = None
@@ -100,7 +104,6 @@ class Session:
         base = self._base()
         assert base is not None
         self._refuse_threads(running)
-        self._optimizers.watch(base)
         if self.recorder is not None and self.recorder.was_left:
             self.after_forward(None)
         forward = self._forwards.read(base if stack is None else running, stack, args, kwargs)
@@ -177,8 +180,7 @@ class Session:
 
     def close(self) -> None:
         """End what outlives a pause of the plan: an optimizer may step in it."""
-        self._optimizers.stop()
-        self.planning.close()
+        self._end_of_steps()
 
     def lower_limit(self) -> str | None:
         """Memory has run out in this step: try less, or plan for less, from now on. Returns what is done, in words.
@@ -191,11 +193,6 @@ class Session:
             self._forwards.current.clear()  # the retry is another step
             self._budget_watch.close()  # so the peak of this one, which is above the budget, voids no plan as well
         return change
-
-    @property
-    def base(self) -> nn.Module | None:
-        """The model, plain; None if it does not exist any more."""
-        return self._base()
 
     @property
     def measuring(self) -> str | None:
@@ -254,6 +251,7 @@ class Session:
         if self._optimizers.have_grown(base, self.planning.devices) or run_more:
             self.planning.forget_steps()
         if self._state.has_changed():
+            self.planning.failures = 0  # its steps may be others
             log.info("hf_ckpt: the model has changed; measuring its steps again.")
 
     def _make_room(self, base: nn.Module, record: Installation) -> None:
@@ -345,10 +343,14 @@ class Session:
         is_like_others = self._store(recorder, 0 if between is None else between.peak_bytes)
         return between._replace(peak_bytes=0) if is_like_others and between is not None else None
 
-    def store_ended(self) -> None:
-        """If the step has ended, store what it has shown, before an optimizer steps."""
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.before_step(optimizer)
+        base = self._base()
+        if base is None or not self.planning.agrees_before(optimizer, base):
+            return
         if self.recorder is not None and self.recorder.has_ended and not self.recorder.is_stored:
             self._store(self.recorder, 0)
+        self.planning.agree()
 
     def _store(self, recorder: Recorder, outside_peak_bytes: int) -> bool:
         """Store what a step has shown. Returns whether it was like other steps."""

@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -107,21 +107,6 @@ class OptimizerStates:
         """Whether an optimizer has stepped since this was last set."""
         self._bytes = 0
         """Bytes of the state of the model's optimizers when one of them last had another size."""
-        self._handle: Callable[[], object] | None = None
-        """Ends what `watch` began."""
-
-    def watch(self, base: nn.Module) -> None:
-        """See steps of optimizers until `stop`, or until the model is gone."""
-        if self._handle is None:
-            # The model's end must end it, too: a hook of the process would live on, once for each model.
-            hook = compat.optimizers.call_before(self._on_step)
-            self._handle = weakref.finalize(base, hook.remove)
-
-    def stop(self) -> None:
-        """See no more steps of optimizers."""
-        if self._handle is not None:
-            self._handle()
-            self._handle = None
 
     def have_grown(self, base: nn.Module, devices: Collection[torch.device]) -> bool:
         """Whether optimizers of the model hold more than when this was last asked: from now on steps hold it, too."""
@@ -140,7 +125,8 @@ class OptimizerStates:
         self._bytes = held_bytes(devices, *optimizers)
         return self._bytes > before
 
-    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer is about to step."""
         # The step that follows may make the state. It is too early to read it, so the next batch does.
         self.has_stepped = True
         self._stepped.add(optimizer)

@@ -911,7 +911,7 @@ def test_errors_of_the_user_end_no_planning():
     assert loop.has_plan
 
 
-def test_a_measurement_that_each_step_interrupts_is_given_up(caplog):
+def test_a_measurement_that_each_step_interrupts_is_given_up_until_the_model_changes(caplog):
     loop = Loop()
     for _ in range(MOST_FAILURES + 1):
         loss = loop.loss()
@@ -919,6 +919,10 @@ def test_a_measurement_that_each_step_interrupts_is_given_up(caplog):
         loss.backward()
         loop.clear()
     assert caplog.text.count("cannot be measured") == 1
+    assert current(loop.model).phase is Phase.GIVEN_UP
+    for number in range(STEPS + 2):
+        loop.step() if number else freezes(loop)
+    assert loop.has_plan
 
 
 def test_the_plan_of_steps_with_two_backwards_holds_the_budget(monkeypatch):
