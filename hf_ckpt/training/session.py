@@ -5,8 +5,8 @@ A session sees every training batch before its forward. A forward that belongs t
 changes of the model, asks its `Planning` what the new step is for, enables the plan of that, and begins to measure.
 
 A step that is not what was expected (an exception, another forward, gradients that were not cleared) is not used, and
-the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured. A forward
-without a backward is no step.
+the next one is in the same phase again. After `MOST_FAILURES` such steps in a row, nothing more is measured until the
+model changes. A forward without a backward is no step, and neither is one that an error of the user's code has ended.
 
 What a step needs also depends on which parameters are trained, their bytes, autocast's type, the modes of modules and
 their attention. In another state of the model, steps are measured again; also once an optimizer has added to its state,
@@ -44,7 +44,7 @@ from hf_ckpt.spec.description import Description
 from hf_ckpt.training.batches import Batch, StepForwards
 from hf_ckpt.training.phases import MOST_FAILURES, TIMED, Phase
 from hf_ckpt.training.planning import Planning
-from hf_ckpt.training.plans import StepPlan
+from hf_ckpt.training.plans import BatchPlan, StepPlan
 from hf_ckpt.training.recorder import Recorder, counted_levels, refuse_compiled, timed_levels
 from hf_ckpt.training.states import OptimizerStates
 
@@ -203,10 +203,14 @@ class Session:
         return f"measuring ({self.planned.phase.value})" if is_measuring else None
 
     @property
+    def _plan(self) -> BatchPlan | None:
+        """The plan that the last step ran under; None if it was for something else."""
+        return None if self.planned is None else self.planned.of_batch
+
+    @property
     def measured_bytes(self) -> int | None:
         """The measured peak of the current plan's first step; None if it was not measured."""
-        plan = None if self.planned is None else self.planned.of_batch
-        return None if plan is None else plan.measured_bytes
+        return None if self._plan is None else self._plan.measured_bytes
 
     @property
     def gave_up(self) -> bool:
@@ -215,7 +219,7 @@ class Session:
 
     def room_bytes(self) -> int:
         """Return the bytes of the budget that the plan of a batch leaves to a check."""
-        plan = None if self.planned is None else self.planned.of_batch
+        plan = self._plan
         assert plan is not None
         prediction = plan.plan.prediction  # None if blocks save nothing, so that there is nothing to check
         return plan.limit_bytes - max(plan.measured_bytes or 0, prediction.peak_bytes if prediction else 0)
@@ -223,14 +227,13 @@ class Session:
     def described(self, description: Description) -> Description:
         """Return a description with the plans of the run, the smallest batch first, and the peak of the current one."""
         in_order = sorted(self.planning.plans.values(), key=lambda plan: plan.batch.elements)
-        current = None if self.planned is None else self.planned.of_batch
         return dataclasses.replace(
             description,
             plans={str(plan.batch): plan.plan for plan in in_order},
             measuring=GAVE_UP if self.gave_up else description.measuring,
             voided=self._budget_watch.voided,
             measured_bytes=self.measured_bytes,
-            without=None if current is None else current.without,
+            without=None if self._plan is None else self._plan.without,
         )
 
     # --- a step ---
