@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from hf_ckpt.engines.rebuild.full_selective import FullSelectiveRegion
+from hf_ckpt.engines.rebuild.layouts import Layout
 from hf_ckpt.engines.rebuild.region import RebuildRegion
 
 WEIGHT = nn.Parameter(torch.linspace(-1, 1, 256).view(16, 16).roll(5, 0))
@@ -36,6 +37,18 @@ def apart(x):
 
 def pooled(x):
     return tuple(range(2, x.dim()))
+
+
+FORMS = [
+    *(torch.empty(2, 3, 4), torch.empty(2, 3, 4).transpose(0, 1), torch.empty(2, 3).t(), torch.empty(3).expand(2, 3)),
+    *(torch.empty(4, 1, 3).transpose(0, 1), torch.empty(0, 3).t(), torch.empty(4, 6)[:, ::2], torch.empty(())),
+    torch.empty(2, 1, 3).as_strided((2, 1, 3), (3, 7, 1)),
+]
+
+
+@pytest.mark.parametrize("tensor", FORMS, ids=lambda tensor: f"{tensor.size()}-{tensor.stride()}")
+def test_a_layout_is_contiguous_if_torch_says_so(tensor):
+    assert Layout(tensor.size(), tensor.stride(), tensor.dtype).is_contiguous() == tensor.is_contiguous()
 
 
 COPIES = {

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers.custom import same_under
+from helpers.custom import custom_model, same_under, steps_of, work
 from helpers.lanes import Delayed, DeviceBytes, Eager, lanes_of, mover
 from helpers.steps import assert_frees_everything, assert_same, gradients, planned, step, without_cache
 from helpers.toys import each_family
@@ -300,6 +300,18 @@ def test_tensors_without_room_in_host_memory_are_freed(unwatched):
 
 
 # --- threads and unusual uses -----------------------------------------------------------------------------------------
+
+
+def test_a_block_that_differentiates_itself_gets_hidden_states_that_have_not_left(lanes):
+    """It is recomputed while it runs, when the copy of its hidden states may not have ended."""
+
+    def run(block, hidden, shift):
+        energy = block.one(hidden)
+        (slope,) = torch.autograd.grad(torch.cumprod(energy, -1).sum(), energy, create_graph=True)
+        return work(block, hidden, shift) + slope * energy
+
+    same_under({"policy": "offload"}, steps_of, lambda: custom_model(run))
+    assert lanes[0].log
 
 
 @pytest.mark.trap(17)

@@ -12,8 +12,8 @@ import weakref
 import pytest
 import torch
 from helpers.counting import counted_calls
-from helpers.custom import CustomModel, custom_model, same_under, steps_of, work
-from helpers.steps import assert_same, planned, step, without_cache, without_collector
+from helpers.custom import CustomModel, custom_loss, custom_model, same_under, steps_of, work
+from helpers.steps import assert_same, outcome, planned, step, without_cache, without_collector
 from torch import nn
 
 import hf_ckpt
@@ -253,6 +253,25 @@ def differentiating():
 def test_blocks_run_again_as_in_the_forward(make, runs):
     model = same_under(ONE, steps_of, make)
     assert list(hf_ckpt.describe(model).recomputed.values()) == runs
+
+
+def test_hidden_states_that_are_overwritten_after_their_use_are_made_again():
+    """Their block returned other values, and no saved tensor of the next one is theirs."""
+
+    def run(model, overwrites):
+        held = []
+        handle = model.layers[0].register_forward_hook(lambda module, args, output: held.append(output))
+        loss = custom_loss(model)
+        handle.remove()
+        if overwrites:
+            with torch.no_grad():
+                held[0].mul_(2)
+        loss.backward()
+        return outcome(model, loss)
+
+    ours = planned(custom_model(), ONE)
+    assert_same(run(custom_model(), False), run(ours, True))
+    assert list(hf_ckpt.describe(ours).recomputed.values()) == [2, 2, 1]
 
 
 def test_an_overwritten_weight_is_refused():
