@@ -20,7 +20,7 @@ from hf_ckpt.measure.levels import Boundary
 from hf_ckpt.spec.actions import Action
 
 Gone = Callable[[], None] | None
-Mark = Callable[[Boundary, str, bool, Action | None, Freed], None]
+OnBoundary = Callable[[Boundary, str, bool, Action | None, Freed], None]
 """Called at each boundary with (what it is; name of the block; whether the block's input, or its output, requires
 gradients; for a mark of `engines.trials`, its action, and what the action frees)."""
 
@@ -33,14 +33,14 @@ class Boundaries:
 
     Args:
         blocks: name -> module.
-        mark: see `Mark`. Threads take turns to call it.
+        mark: see `OnBoundary`. Threads take turns to call it.
         gone: called when the autograd graphs of all forwards are gone: after the backward, or because the step ended
             without one.
         head: the projection onto the vocabulary, for `chunks_help`; None for models without one.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], mark: Mark | None, gone: Gone = None, head: nn.Module | None = None
+        self, blocks: Mapping[str, nn.Module], mark: OnBoundary | None, gone: Gone = None, head: nn.Module | None = None
     ) -> None:
         self._mark = mark
         self._gone = gone

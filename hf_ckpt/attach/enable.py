@@ -17,7 +17,7 @@ from hf_ckpt import compat
 from hf_ckpt.attach import switches
 from hf_ckpt.attach.boundaries import Boundaries
 from hf_ckpt.attach.hooks import INPUT_GRADIENTS, WHOLE, HeadForward, Instead, Skipped, SwitchesOff, remove_methods
-from hf_ckpt.attach.passes import PassHook, Place, Reminder
+from hf_ckpt.attach.passes import PassHook, Reminder, Role
 from hf_ckpt.attach.puts import Hooked, Put, Row, Weak, WithoutInputGradients, put, undo
 from hf_ckpt.attach.record import RECORD, Installation
 from hf_ckpt.attach.switches import Switched, function_of
@@ -90,7 +90,7 @@ def _rows_of_forwards(blocks: FoundBlocks, record: Installation) -> Iterator[Row
         if module in stack_of:
             names = tuple(block for block in blocks.modules if not name or block.startswith(f"{name}."))
         parameters = compat.transformers.forward_parameters(module)
-        hook = PassHook(blocks.base, Place(session_name, parameters, names, module is last, drops_caches))
+        hook = PassHook(blocks.base, Role(session_name, parameters, names, module is last, drops_caches))
         yield Hooked(module, hook, "before", True)
         yield Hooked(module, hook.after, "after", False)
 

@@ -55,7 +55,7 @@ class Reminder(ModelHook):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Role:
     """What a module with a `PassHook` is in its model."""
 
     name: str | None
@@ -83,10 +83,10 @@ class PassHook(ModelHook):
     """Whether a batch was looked at for packed rows."""
 
     @property
-    def place(self) -> Place:
+    def role(self) -> Role:
         """What the module is in its model."""
-        place: Place = self._held[1]
-        return place
+        role: Role = self._held[1]
+        return role
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Forward pre-hook. Returns the arguments without a cache; None to leave them unchanged.
@@ -124,7 +124,7 @@ class PassHook(ModelHook):
         if record.puts is not puts:  # a plan was put on, and with it another hook in the place of this one
             hooks = module._forward_pre_hooks.values()
             batch.hook = next((hook for hook in hooks if isinstance(hook, PassHook)), self)
-        if batch.hook.place.blocks:
+        if batch.hook.role.blocks:
             for step in STEPS_OF_A_STACK:
                 step(batch)
         if batch.is_redirected:
@@ -139,7 +139,7 @@ class PassHook(ModelHook):
 
     def _warn_of_eval_mode(self, module: nn.Module, record: Installation) -> None:
         """Warn once of a forward with gradients in eval mode, in which transformers checkpoints no layer."""
-        if self.place.blocks and torch.is_grad_enabled() and record.regions and is_trained(module):
+        if self.role.blocks and torch.is_grad_enabled() and record.regions and is_trained(module):
             text = (
                 "%s runs in eval mode with gradients on: blocks are checkpointed in train mode only, so every "
                 "activation is kept. Call model.train() to train, or use torch.no_grad() to evaluate."
@@ -152,13 +152,13 @@ class PassHook(ModelHook):
         transformers warns in every run that a cache and checkpointing do not go together. This changes the call, and
         not the user's config, which is saved with the model.
         """
-        if not (self.place.drops_caches and module.training):
+        if not (self.role.drops_caches and module.training):
             return None
-        if compat.transformers.caches_among(self.place.parameters, args, kwargs):
+        if compat.transformers.caches_among(self.role.parameters, args, kwargs):
             return None
-        if "use_cache" not in self.place.parameters:
+        if "use_cache" not in self.role.parameters:
             return args, kwargs
-        place = self.place.parameters.index("use_cache")
+        place = self.role.parameters.index("use_cache")
         if place < len(args):
             return (*args[:place], False, *args[place + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
@@ -181,7 +181,7 @@ class _Pass:
         TRL and Lightning put a loss in the place of a model's forward, for one call.
         """
         is_replaced = "forward" in vars(self.module)
-        return is_replaced and compat.transformers.forward_parameters(self.module) != self.hook.place.parameters
+        return is_replaced and compat.transformers.forward_parameters(self.module) != self.hook.role.parameters
 
 
 Steps = tuple[Callable[[_Pass], None], ...]
@@ -193,17 +193,17 @@ def _show_to_decider(batch: _Pass) -> None:
     """Let `budget` and `auto` enable the plan for this batch, and the watch check a block of this forward."""
     decider = batch.record.decider
     if decider is not None:
-        place = batch.hook.place
-        decider.before_forward(batch.hook.base, batch.record, batch.module, place.name, batch.args, batch.kwargs)
+        role = batch.hook.role
+        decider.before_forward(batch.hook.base, batch.record, batch.module, role.name, batch.args, batch.kwargs)
 
 
 def _drop_caches(batch: _Pass) -> None:
     """Replace empty caches among the arguments by None, and refuse filled ones: a recomputation would write twice."""
     record = batch.record
-    if not (record.regions and batch.hook.place.drops_caches):
+    if not (record.regions and batch.hook.role.drops_caches):
         return
     placed = () if batch.is_redirected else batch.args
-    caches = compat.transformers.caches_among(batch.hook.place.parameters, placed, batch.kwargs)
+    caches = compat.transformers.caches_among(batch.hook.role.parameters, placed, batch.kwargs)
     filled = [name for name, cache in caches.items() if compat.transformers.is_filled(cache)]
     if not filled:
         # Planned blocks would not write into them, but others would, for the next forward to find them.
@@ -226,7 +226,7 @@ def _warn_of_packing(batch: _Pass) -> None:
     if hook.looked_for_packing:
         return
     hook.looked_for_packing = True  # only the first batch: reading positions makes the host wait for the device
-    if batch.hook.place.drops_caches and compat.transformers.cache_hides_packing(hook.base, batch.kwargs):
+    if batch.hook.role.drops_caches and compat.transformers.cache_hides_packing(hook.base, batch.kwargs):
         warn_once(log, f"hf_ckpt: {PACKED}", type(batch.module).__name__)
 
 
@@ -262,7 +262,7 @@ def _refuse_replicas(stack: _Pass) -> None:
 def _count_missed_head(stack: _Pass) -> None:
     """Warn once if nobody calls the head, so that its plan has no effect."""
     heads = stack.record.heads
-    if not stack.hook.place.is_last or stack.record.plan.head == "whole":
+    if not stack.hook.role.is_last or stack.record.plan.head == "whole":
         return
     if heads.missed == 2:  # not the first: a forward may have failed on its way to the head
         why = "it is never called: the loss uses its weight directly (as TRL's losses do)"
@@ -282,7 +282,7 @@ def _check_once(stack: _Pass) -> None:
     if not functions or (hook.checked is not None and hook.checked() is module):
         return
     refuse_other_owner(module)
-    regions = [region for region in functions if region.block in stack.hook.place.blocks]
+    regions = [region for region in functions if region.block in stack.hook.role.blocks]
     _refuse_deepspeed(module, regions)
     _refuse_parts(stack.record, regions)
     stay = compat.distributed.parameters_stay(module)

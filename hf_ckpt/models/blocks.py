@@ -80,8 +80,12 @@ class FoundBlocks:
     @property
     def around(self) -> dict[str, nn.Module]:
         """The modules that hold blocks, by name: the base model, models and modules that run stacks, and lists."""
-        names = dict.fromkeys(around for block in self.modules for around in _names_around(block))
-        return {name: self.named[name] for name in names}
+        lists = {name.rpartition(".")[0] for name in self.modules}
+        return {
+            name: module
+            for name, module in self.named.items()
+            if not name or any(f"{path}.".startswith(f"{name}.") for path in lists)
+        }
 
 
 def base_model(model: nn.Module) -> compat.transformers.PreTrainedModel:
@@ -99,7 +103,9 @@ def base_model(model: nn.Module) -> compat.transformers.PreTrainedModel:
         raise NoBlocksError(
             f"{type(model).__name__} holds {len(models)} models ({kinds}); install hf_ckpt on each of them."
         )
-    raise NoBlocksError(f"{type(model).__name__} is not a Hugging Face PreTrainedModel and contains none. {_known()}")
+    raise NoBlocksError(
+        f"{type(model).__name__} is not a Hugging Face PreTrainedModel and contains none. {_supported_models()}"
+    )
 
 
 def vocabulary_head(base: nn.Module) -> nn.Module | None:
@@ -143,7 +149,7 @@ def find_blocks(model: nn.Module) -> FoundBlocks:
         model_type = str(getattr(base.config, "model_type", ""))
         raise NoBlocksError(
             f"{type(base).__name__} (model_type {model_type!r}) has no blocks built on GradientCheckpointingLayer. "
-            f"{_known()}"
+            f"{_supported_models()}"
         )
     # Modules are registered in any order. The family has the order in which stacks run.
     names = {container: family.name_stack(container, containers) for container in containers}
@@ -180,14 +186,6 @@ def _is_block(module: nn.Module) -> bool:
     return isinstance(module, compat.transformers.GradientCheckpointingLayer)
 
 
-def _names_around(name: str) -> Iterator[str]:
-    """Yield the names of the modules that hold a module, from the base model inwards."""
-    yield ""
-    for place, letter in enumerate(name):
-        if letter == ".":
-            yield name[:place]
-
-
 def plain_name(name: str) -> str:
     """Return a qualified name without the segments that wrappers add."""
     return ".".join(segment for segment in name.split(".") if segment not in compat.distributed.WRAPPER_SEGMENTS)
@@ -218,7 +216,7 @@ def outermost_models(model: nn.Module) -> Iterator[compat.transformers.PreTraine
         yield from outermost_models(child)
 
 
-def _known() -> str:
+def _supported_models() -> str:
     """Return which models hf_ckpt works with, for error messages."""
     rows = "; ".join(f"{family.name}: {', '.join(family.model_types)}" for family in FAMILIES.values())
     return (
