@@ -11,12 +11,11 @@ import itertools
 import json
 import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.arguments import add_options, add_verb, options_of, positive, quiet_libraries
+from hf_ckpt.cli.arguments import add_verb, options_in, positive, quiet_libraries
 from hf_ckpt.errors import HfCkptError, MissingDependencyError, shown
 from hf_ckpt.forecast.devices import DEVICES
 from hf_ckpt.forecast.question import FIELDS, PRESETS, Question, command_of, question
@@ -126,9 +125,7 @@ def values_of_address(query: Mapping[str, str]) -> list[Any]:
 
 def fields_of_row(options: str) -> dict[str, Any]:
     """Return the fields of a question that the options of a row set."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_options(parser)
-    fields = options_of(parser.parse_args(shlex.split(options)))
+    fields = options_in(options)
     # A row of a micro-batch says how a step is split, which is no longer to be chosen.
     return fields | ({"global_batch": None} if "accumulation" in fields else {})
 

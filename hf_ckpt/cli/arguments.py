@@ -7,6 +7,7 @@ import atexit
 import gc
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -58,9 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if isinstance(field.default, bool):
             settings["action"] = "store_false" if field.default else "store_true"
             back = "store_true" if field.default else "store_false"  # over what a file of --config says
-            parser.add_argument(
-                field.opposite, action=back, dest=field.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-            )
+            parser.add_argument(field.opposite, **{**settings, "action": back}, help=argparse.SUPPRESS)
         else:
             settings |= {"type": refused_in_words(field.read), "choices": field.choices or None}
             settings["metavar"] = field.metavar or ("NAME" if field.choices else None)
@@ -71,6 +70,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a `Question` that the command line sets."""
     return {name: vars(arguments)[name] for name in FIELDS if name in arguments}
+
+
+def options_in(text: str) -> dict[str, Any]:
+    """Return the fields of a `Question` that a text of options sets, which may begin with a model."""
+    parser = argparse.ArgumentParser(prog="hf-ckpt plan --against", add_help=False)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
+    add_options(parser)
+    return options_of(parser.parse_args(shlex.split(text)))
 
 
 def quiet_libraries(*, to_plan: bool = False) -> None:

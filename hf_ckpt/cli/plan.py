@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt.cli.app import drawn_of, figure_of, require_plotly
-from hf_ckpt.cli.arguments import add_options, add_verb, options_of, quiet_libraries
+from hf_ckpt.cli.arguments import add_options, add_verb, options_in, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
 from hf_ckpt.forecast.printing import Printer, print_comparison
 from hf_ckpt.forecast.question import FIELDS, Question, question
@@ -101,11 +100,7 @@ def _compare(arguments: argparse.Namespace, training: Question, console: Any) ->
         shared = {name: value for name, value in options.items() if name in ("device", "budget")}
         other, _ = _read_config(shared, Path(arguments.against))
     else:
-        parser = argparse.ArgumentParser(prog="hf-ckpt plan --against", add_help=False)
-        parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
-        add_options(parser)
-        changed = parser.parse_args(shlex.split(arguments.against))
-        other, _ = _read_config({**options, **options_of(changed)}, arguments.config)
+        other, _ = _read_config({**options, **options_in(arguments.against)}, arguments.config)
     compared = comparison(training, other, print_progress)
     if arguments.json:
         print(json.dumps(compared, indent=1))

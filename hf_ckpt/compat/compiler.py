@@ -22,8 +22,6 @@ _MOST_GRAPHS = 64
 MOST_CHOICES = 64
 """Most experts per token; a top-k of more is not a router. Sparse attention selects thousands."""
 
-Compiled = Callable[..., Any]
-
 
 def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the plain function behind a block's forward, and its bound positional and keyword arguments.
@@ -36,7 +34,7 @@ def call_parts(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
     return bound.func, bound.args, bound.keywords
 
 
-def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Compiled:
+def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled copy of a function, which shares no graphs with other copies. Graph breaks are errors."""
     # torch.compile caches graphs by the code object, so that a copy has graphs of its own.
     code = function.__code__.replace(co_name=name)
@@ -44,11 +42,11 @@ def compiled_copy(function: Any, name: str, backend: Callable[..., Any]) -> Comp
     # By default torch makes 8 graphs of a function, and then raises an error. Older torch takes no other number here.
     compile_: Any = torch.compile
     limit = {"recompile_limit": _MOST_GRAPHS} if "recompile_limit" in inspect.signature(compile_).parameters else {}
-    compiled: Compiled = compile_(copied, backend=backend, fullgraph=True, **limit)
+    compiled: Callable[..., Any] = compile_(copied, backend=backend, fullgraph=True, **limit)
     return compiled
 
 
-def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph with torch's default compiler."""
     return private("torch._inductor.compile")(graph, inputs)  # type: ignore[no-any-return]
 

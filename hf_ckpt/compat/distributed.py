@@ -30,9 +30,8 @@ from host memory or a disk. Before and after the forward, these weights have no 
 
 def steps_in_lockstep(model: nn.Module) -> bool:
     """Whether ranks wait for each other inside forward and backward (FSDP, DeepSpeed): none can retry a step alone."""
-    return is_sharded(model) or any(
-        kind.__name__ == "DeepSpeedEngine" for module in model.modules() for kind in type(module).__mro__
-    )
+    kinds = (kind for module in model.modules() for kind in type(module).__mro__)
+    return is_sharded(model) or any(kind.__name__ == "DeepSpeedEngine" for kind in kinds)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -118,13 +118,3 @@ def is_calling(thread: int, module: object) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def runs_in(thread: int, owner: object) -> bool:
-    """Whether a thread, by its number, is inside a method of an object."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_locals.get("self") is owner:
-            return True
-        frame = frame.f_back
-    return False

@@ -34,11 +34,10 @@ class RandomState:
         of_host: whether to include the states of Python's `random` and of numpy; reading them takes 20 to 60 us.
     """
 
-    __slots__ = ("devices", "of_cpu", "of_host", "of_torch")
+    __slots__ = ("devices", "of_cpu", "of_host")
 
     def __init__(self, devices: Iterable[torch.device] = (), *, of_torch: bool = True, of_host: bool = True) -> None:
         self.of_host = (random.getstate(), numpy.random.get_state(legacy=False)) if of_host else None
-        self.of_torch = of_torch
         self.of_cpu: torch.Tensor | None = torch.get_rng_state() if of_torch else None
         self.devices = [(device, _of_device(device)) for device in devices if of_torch and _is_ready(device)]
 
@@ -81,7 +80,8 @@ class RandomState:
         """
         # What `restore` does not change needs no keeping.
         devices = [device for device, _ in self.devices]
-        with _LOCK, RandomState(devices, of_torch=self.of_torch, of_host=self.of_host is not None).kept():
+        of_torch = self.of_cpu is not None
+        with _LOCK, RandomState(devices, of_torch=of_torch, of_host=self.of_host is not None).kept():
             self.restore()
             yield
 

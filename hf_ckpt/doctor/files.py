@@ -286,9 +286,8 @@ def _shared(files: ConfigFiles) -> dict[str, Any]:
         stage = config.removeprefix("zero")
         config = {}
     else:
-        section = config.get("zero_optimization")
-        nested = section.get("stage", 0) if isinstance(section, dict) else 0
-        stage = config.get("zero_stage", nested)
+        config = without_sections(config)
+        stage = config.get("zero_stage", config.get("zero_optimization.stage", 0))
     for key, value in _sharing_less(files.fsdp[1] if files.fsdp else {}, config):
         raise HfCkptError(f"`{key}: {value}` cannot be planned for: leave it out.")
     way = f"fsdp{files.fsdp[0]}" if files.fsdp else f"zero{stage}".replace("zero0", "ddp")
@@ -308,9 +307,8 @@ def _sharing_less(fsdp: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Iter
     for key in ("reshard_after_forward", "sharding_strategy"):
         if str(fsdp.get(key)).upper() not in ("NONE", "TRUE", "FULL_SHARD", "1"):
             yield key, fsdp[key]
-    section = deepspeed.get("zero_optimization")
     for key in ("offload_optimizer", "offload_param"):
-        inner = section.get(key) if isinstance(section, dict) else None
+        inner = deepspeed.get(f"zero_optimization.{key}")
         place = inner.get("device") if isinstance(inner, dict) else deepspeed.get(f"{key}_device")
         if str(place).lower() != "none":
             yield key, place

@@ -122,11 +122,7 @@ ACTIONS: dict[str, ActionKind] = {
             is_exact=False,
             # Not `offload`, which runs feed-forwards as a whole: smaller tiles, see `lighter`.
         ),
-        ActionKind(
-            "offload",
-            engine="hf_ckpt.engines.offload:make",
-            options=("made",),
-        ),
+        ActionKind("offload", engine="hf_ckpt.engines.offload:make", options=("made",)),
         ActionKind(
             "compiled",
             engine="hf_ckpt.engines.compiled:make",

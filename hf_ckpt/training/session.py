@@ -285,7 +285,7 @@ class Session:
     def _refuse_threads(self, running: nn.Module) -> None:
         """Raise `HfCkptError` if another thread is in a training forward of the model."""
         thread = threading.get_ident()
-        if self._thread not in (0, thread) and compat.frames.runs_in(self._thread, running):
+        if self._thread not in (0, thread) and compat.frames.is_calling(self._thread, running):
             raise HfCkptError(
                 f"{type(running).__name__} runs a training forward in another thread, too, and "
                 f"`{self.planning.spec.policy}` plans for one step at a time. Give `full` or `selective`, or let the "
