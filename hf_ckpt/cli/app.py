@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -210,11 +211,8 @@ def build(model: str = "gpt2") -> Any:
     Raises `MissingDependencyError` without gradio or plotly.
     """
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    require_plotly("hf-ckpt app", "gradio plotly")
-    try:
-        import gradio
-    except ImportError as error:
-        raise MissingDependencyError("gradio", "hf-ckpt app", "pip install gradio plotly") from error
+    require("hf-ckpt app", "plotly", "gradio")
+    import gradio
 
     with gradio.Blocks(title="hf_ckpt: does it fit?", analytics_enabled=False) as page:
         gradio.Markdown("# Does it fit, and with which arguments?\nNo weights are loaded, and no GPU is used.")
@@ -250,12 +248,13 @@ def build(model: str = "gpt2") -> Any:
     return page
 
 
-def require_plotly(user: str, packages: str = "plotly") -> None:
-    """Raise `MissingDependencyError` without plotly, which draws figures for a command."""
-    try:
-        import plotly  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError("plotly", user, f"pip install {packages}") from error
+def require(user: str, *packages: str) -> None:
+    """Raise `MissingDependencyError` if one of the packages that a command needs is missing."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise MissingDependencyError(package, user, f"pip install {' '.join(sorted(packages))}") from error
 
 
 def _budgets_of(forecast: Forecast) -> list[int]:

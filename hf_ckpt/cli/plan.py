@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.cli.app import drawn_of, figure_of, require_plotly
+from hf_ckpt.cli.app import drawn_of, figure_of, require
 from hf_ckpt.cli.arguments import add_options, add_verb, options_in, options_of, quiet_libraries
 from hf_ckpt.console import make_console, print_plain, print_progress
 from hf_ckpt.forecast.printing import Printer, print_comparison
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_unwritable(arguments.out, SUFFIXES)  # not only after minutes of planning
     if arguments.html is not None:
         refuse_unwritable(arguments.html, (".html",))
-        require_plotly("hf-ckpt plan --html")
+        require("hf-ckpt plan --html", "plotly")
     quiet_libraries(to_plan=True)
     training, program = _read_config(options_of(arguments), arguments.config)
     console = make_console(stderr=arguments.json)  # stdout is then JSON, whole and alone

@@ -302,12 +302,11 @@ def with_offloading(
     if host_limit is None or not host_bandwidth:
         return [costs]
     stays = {*fixed, *staying(costs.blocks or (call.block for call in costs.calls))}
-    movable = [place for place, call in enumerate(costs.calls) if call.block.name not in stays]
+    movable = {place: call for place, call in enumerate(costs.calls) if call.block.name not in stays}
     variants = []
     for base, moved in OFFLOADED.items():
         sizes = {}
-        for place in movable:
-            call = costs.calls[place]
+        for place, call in movable.items():
             if base in call.costs:
                 sizes[place] = call.input_bytes if base == FULL else max(0, call.costs[base].kept_bytes)
         most_calls = host_limit // _buffer_bytes(base, sizes.values())

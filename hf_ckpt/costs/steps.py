@@ -209,12 +209,8 @@ class Step:
 
     def with_needs(self, other: Step) -> Step:
         """The same step with what another step of the same batch has shown of further actions."""
-        calls = []
-        for call in self.calls:
-            same_call = other[call.name]
-            if same_call is not None:
-                call = dataclasses.replace(call, needs={**call.needs, **same_call.needs})
-            calls.append(call)
+        shown = {call.name: call.needs for call in other.calls}
+        calls = [dataclasses.replace(call, needs={**call.needs, **shown.get(call.name, {})}) for call in self.calls]
         return dataclasses.replace(self, calls=tuple(calls))
 
 

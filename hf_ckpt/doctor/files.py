@@ -113,10 +113,7 @@ class ConfigFiles:
         sections = [self.values, self.values.get("parallelism_config"), self.launch.get("parallelism_config")]
         if isinstance(self.deepspeed, dict):
             sections += [self.deepspeed, self.deepspeed.get("tensor_parallel")]
-        keys: dict[str, Any] = {}
-        for section in sections:
-            if isinstance(section, Mapping):
-                keys |= section
+        keys = {key: section[key] for section in sections if isinstance(section, Mapping) for key in section}
         sizes = {key: int(size) for key, size in keys.items() if split_by(key) and str(size).isdecimal()}
         return {key: size for key, size in sizes.items() if size > 1}
 

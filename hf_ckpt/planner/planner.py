@@ -85,11 +85,8 @@ class Planner:
 
         Raises `InfeasibleError` if no plan fits, with what fills the lowest peak and what would lower it.
         """
-        fitting = []
-        for costs in self._costs:
-            choice = fastest_choice(costs, budget_bytes)
-            if choice is not None:
-                fitting.append(Selection(costs, choice))
+        choices = [(costs, fastest_choice(costs, budget_bytes)) for costs in self._costs]
+        fitting = [Selection(costs, choice) for costs, choice in choices if choice is not None]
         if not fitting:
             raise _infeasible(min(self._costs, key=lowest_peak), budget_bytes)
         return min(fitting, key=lambda selection: selection.nanoseconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hf_ckpt.errors import HfCkptError, PlanMismatchError, SpecError, shown
 from hf_ckpt.spec.actions import ACTIONS, COMPILED, FULL, KEEP, OFFLOAD, Action, lighter
@@ -176,10 +176,7 @@ def _in_segments_of(
     """
     stacks = list(dict.fromkeys(block.stack for block in actions))
     named = dict(spec.segments) if isinstance(spec.segments, tuple) else {}
-    for stack in named.keys() - stacks:
-        hint = did_you_mean(stack, stacks) or "."
-        listed = ", ".join(map(repr, stacks))
-        problems.append(f"`segments` names the stack {stack!r}, but this model has {listed}{hint}")
+    problems += [_no_stack("`segments`", stack, stacks) for stack in named.keys() - stacks]
     groups: dict[tuple[str, int | None, int | str], dict[Block, Action]] = {}
     for block, action in actions.items():
         rule = None if block not in owners else spec.rules[owners[block]]
@@ -239,6 +236,12 @@ def _segment_sizes(blocks: int, number: int | str, *, falling: bool) -> list[int
     return sizes
 
 
+def _no_stack(where: str, stack: str, stacks: Iterable[str]) -> str:
+    """The sentence for a place in the spec that names a stack which the model does not have."""
+    hint = did_you_mean(stack, stacks) or "."
+    return f"{where} names the stack {stack!r}, but this model has {', '.join(map(repr, stacks))}{hint}"
+
+
 def _select(
     text: str, stack: str | None, stacks: Mapping[str, list[Block]], where: str, problems: list[str]
 ) -> list[Block]:
@@ -247,8 +250,7 @@ def _select(
     Errors are added to `problems`, with `where` as the place in the spec, so that a user sees all of them at once.
     """
     if stack is not None and stack not in stacks:
-        hint = did_you_mean(stack, stacks) or "."
-        problems.append(f"{where} names the stack {stack!r}, but this model has {', '.join(map(repr, stacks))}{hint}")
+        problems.append(_no_stack(where, stack, stacks))
         return []
     chosen: list[Block] = []
     for name in stacks if stack is None else [stack]:
