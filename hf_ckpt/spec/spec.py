@@ -187,19 +187,14 @@ def _from_text(text_or_path: str | Path) -> Spec:
         elif "=" in text and not is_file:  # a file may be called so, too
             wrong = [shown(word) for word in text.split() if "=" not in word]
             problems = [f"words must look like key=value, but {word} does not." for word in wrong]
-            values = without_repeats([_read_word(word) for word in text.split() if "=" in word])
+            pairs = (word.partition("=") for word in text.split() if "=" in word)
+            values = without_repeats([(key, parse_values(value)) for key, _, value in pairs])
         else:
             values = read_values(text)
     except ValueError as error:
         hint = f"; a text must be JSON, key=value words, a file, or one of {', '.join(POLICIES)}"
         raise SpecError([f"cannot read {shown(text)}: {error}{'' if is_file else hint}"]) from error
     return _from_mapping(values, text, problems)
-
-
-def _read_word(word: str) -> tuple[str, Any]:
-    """Read a word such as "layers=0-3", whose value is YAML. Raises `ValueError`."""
-    key, _, value = word.partition("=")
-    return key, parse_values(value)
 
 
 def _from_mapping(written: Any, source: str | None, before: Iterable[str] = ()) -> Spec:
