@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hf_ckpt.costs.costs import ON_DEVICE, Costs, with_offloading, with_segments
+from hf_ckpt.costs.costs import ON_DEVICE, Costs, timeline, with_offloading, with_segments
 from hf_ckpt.errors import HfCkptError
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, nbytes, shallow_model
@@ -16,9 +16,12 @@ from hf_ckpt.forecast.question import MODEL, Question
 from hf_ckpt.forecast.run import Inputs, costs_of_model, inputs_of, least_bytes
 from hf_ckpt.planner.planner import Planner, in_segments_of
 from hf_ckpt.planner.policies import make_plan
-from hf_ckpt.spec.actions import Action
+from hf_ckpt.spec.actions import FULL, Action
 from hf_ckpt.spec.spec import Spec
 from hf_ckpt.units import format_bytes
+
+MOST_BYTES = 2**56
+"""Peaks above this are refused: a planner's sums of them might exceed 64 bits."""
 
 
 class CostEstimator:
@@ -56,6 +59,10 @@ class CostEstimator:
             model = self.model_of(training)
             self._tell(f"measuring steps with {training.batch} x {training.tokens} tokens, on fake tensors")
             costs = costs_of_model(model, inputs)
+            peak = timeline(costs, costs.uniform(FULL)).peak_bytes
+            if peak > MOST_BYTES:
+                size = f"{training.batch} x {training.tokens} tokens needs {format_bytes(peak)}"
+                raise HfCkptError(f"a step of {size}, which is more than any device has: ask for fewer.")
             # transformers 5 stacks the weights of experts in one parameter. bitsandbytes replaces `nn.Linear` only, so
             # that "4 bits" of such a model may be far larger than its users expect.
             experts = nbytes(tensor for tensor in model.tensors if len(tensor.shape) > 2)

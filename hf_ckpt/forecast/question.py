@@ -129,6 +129,14 @@ def _read_layers(text: str) -> str | tuple[str, ...]:
     return "all-linear" if names == ("all-linear",) else names
 
 
+def _read_dropout(text: str | float) -> float:
+    """A probability."""
+    rate = float(text)
+    if not 0 <= rate <= 1:  # nor is it nan, which PEFT accepts
+        raise UnitError(f"must be from 0 to 1, but is {text} instead")
+    return rate
+
+
 def _read_tokens(text: str | int) -> int | str:
     """`auto`, `whole`, or a number of tokens."""
     return _count_or("head", text)
@@ -152,7 +160,7 @@ def _read_spec(text: str) -> Spec:
     return Spec.parse(text)
 
 
-_NUMBERS = (parse_count, parse_budget, parse_bytes, float, _read_tokens, _read_segments)
+_NUMBERS = (parse_count, parse_budget, parse_bytes, _read_dropout, _read_tokens, _read_segments)
 """What reads numbers, too."""
 
 
@@ -194,7 +202,7 @@ class Question:
     lora_targets: str | tuple[str, ...] = _field(
         "all-linear", "layers with adapters, such as q_proj,v_proj", read=_read_layers
     )
-    lora_dropout: float = _field(0.0, "dropout of adapters", read=float, metavar="P", label="LoRA dropout")
+    lora_dropout: float = _field(0.0, "dropout of adapters", read=_read_dropout, metavar="P", label="LoRA dropout")
     load_in_4bit: bool = _field(False, "load the base in 4 bits (bitsandbytes nf4), as in QLoRA", label="4-bit base")
     load_in_8bit: bool = _field(False, "load the base in 8 bits (bitsandbytes LLM.int8())", label="8-bit base")
     double_quant: bool = _field(False, "also quantise the 4-bit scales (bnb_4bit_use_double_quant)")
