@@ -19,28 +19,37 @@ def has_gradient_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
 
 
-_Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _hooks_of = operator.attrgetter(*_HOOKS)
 
 
-def tensor_hooks(tensors: Sequence[torch.Tensor]) -> list[_Hooks]:
+_Hooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+TensorHooks = tuple[list[_Hooks] | None, int]
+"""The gradient hooks of each of some tensors, None if no tensor has any; and how many hooks were registered in this
+process by then."""
+
+
+def tensor_hooks(tensors: Sequence[torch.Tensor]) -> TensorHooks:
     """Return the gradient hooks of some tensors, for `restore_tensor_hooks`."""
     boxes = list(map(_hooks_of, tensors))
     if boxes == [(None, None)] * len(boxes):  # most blocks
-        return boxes
-    return [(before and before.copy(), after and after.copy()) for before, after in boxes]
+        return None, RemovableHandle.next_id
+    return [(before and before.copy(), after and after.copy()) for before, after in boxes], RemovableHandle.next_id
 
 
-def restore_tensor_hooks(tensors: Sequence[torch.Tensor], hooks: list[_Hooks]) -> bool:
+def restore_tensor_hooks(tensors: Sequence[torch.Tensor], hooks: TensorHooks) -> bool:
     """Give tensors the gradient hooks that they had, and return whether they had others by now.
 
     Handles that remove hooks keep working.
     """
-    if list(map(_hooks_of, tensors)) == hooks:
+    before, registered = hooks
+    if before is None and registered == RemovableHandle.next_id:  # most blocks
         return False
-    for tensor, contents in zip(tensors, hooks, strict=True):
-        for name, content in zip(_HOOKS, contents, strict=True):
+    contents = before or [(None, None)] * len(tensors)
+    if list(map(_hooks_of, tensors)) == contents:
+        return False
+    for tensor, of_tensor in zip(tensors, contents, strict=True):
+        for name, content in zip(_HOOKS, of_tensor, strict=True):
             box = getattr(tensor, name)
             if box is not None and box != content:
                 box.clear()
