@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_ckpt import compat
 from hf_ckpt.attach.attach import detach
@@ -341,9 +342,14 @@ def load_config(name: str) -> Any:
         raise HfCkptError(f"{reason}\nUse a folder, a config.json, a hub id or {', '.join(presets)}.") from error
 
 
+_ANY_CLASS = "AutoModelForCausalLM"
+"""The class for a config that names none, of a family without a causal LM in transformers; remote code may have one."""
+
+
 def _class_of(config: Any) -> str:
-    """The name of the model class of a config."""
-    return next(iter(config.architectures or []), "AutoModelForCausalLM")
+    """The name of the model class of a config: the class that it names, or else the causal LM of its family."""
+    of_family: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, _ANY_CLASS)
+    return next(iter(config.architectures or []), of_family)
 
 
 def refuse_other_config(model_class: Any, config: Any, training: Question) -> None:
@@ -374,7 +380,8 @@ def _make(config: Any, training: Question) -> nn.Module:
         model: nn.Module = build(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:  # models do not validate configs: any error may follow
         refuse_other_config(model_class, config, training)
-        raise HfCkptError(f"{training.model} cannot be made from its config: {reason_of(error)}.") from error
+        unnamed = ", which names no class: give its `architecture`" if name == _ANY_CLASS else ""
+        raise HfCkptError(f"{training.model} cannot be made from its config{unnamed}: {reason_of(error)}.") from error
     base_model(model).tie_weights()  # transformers skips this together with weight initialisation
     return model
 

@@ -54,6 +54,17 @@ def test_presets_have_their_known_sizes_and_need_no_memory(name):
     assert len(find_blocks(model.base).blocks) == 4 * len(depths)
 
 
+def test_a_config_that_names_no_class_is_that_of_a_causal_lm():
+    """Also one without SDPA, such as BLOOM."""
+    config = transformers.BloomConfig(n_layer=2, n_head=2, hidden_size=16, vocab_size=32)
+    model = shallow_model(Question("bloom"), config).base
+    assert (type(model).__name__, model.config._attn_implementation) == ("BloomForCausalLM", "eager")
+    vit = transformers.ViTConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1)
+    with pytest.raises(HfCkptError, match="vit cannot be made from its config, which names no class: give its `arch"):
+        shallow_model(Question("vit"), vit)
+    assert shallow_model(Question("vit", architecture="ViTForImageClassification"), vit)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": null}', '{"model_type": "no such type"}', "\x00"])
 def test_files_that_are_no_configs_are_refused_by_name(text, tmp_path):
     path = tmp_path / "config.json"
