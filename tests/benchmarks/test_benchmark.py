@@ -5,6 +5,9 @@ import contextlib
 import csv
 import json
 import os
+import re
+import runpy
+import shlex
 import signal
 import types
 
@@ -222,6 +225,29 @@ def test_tables_on_pages_are_those_of_their_figures():
     assert sorted(mark[1] for text in texts for mark in figures.MARKED.findall(text)) == sorted(figures.TABLES)
     assert sum(text.count("figures -->") for text in texts) == 2 * len(figures.TABLES)
     assert [path.name for path in sorted(figures.HERE.glob("*-cpu.json")) if path.name not in texts[-1]] == []
+
+
+COMMAND = re.compile(r"(?:`|python recipes/benchmarks/)((?:gpu|memory|peers|published)\.py[^`\n]*)")
+COMMANDS = sorted({found for page in figures.PAGES for found in COMMAND.findall(page.read_text(encoding="utf-8"))})
+
+
+class Parsed(Exception):
+    """Raised where a script would begin to measure."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_on_pages_are_those_of_the_scripts(command, monkeypatch):
+    script, *words = shlex.split(command)
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(*args):
+        parse_args(*args)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr("sys.argv", [script, *words])
+    with pytest.raises(Parsed):
+        runpy.run_path(str(figures.HERE / script), run_name="__main__")
 
 
 def test_the_picture_of_memory_is_drawn(tmp_path, monkeypatch):
