@@ -99,23 +99,18 @@ def parameters_stay(module: nn.Module) -> bool:
 
     They do not if FSDP, ZeRO-3 or tensor parallelism shards them, or if accelerate's hooks move them in and out.
     """
-    return not (
-        is_sharded(module)
-        or any(hasattr(inner, ACCELERATES_HOOK) for inner in module.modules())
-        or any(hasattr(parameter.data, "device_mesh") for parameter in module.parameters())
-    )
+    is_moved = any(hasattr(inner, ACCELERATES_HOOK) for inner in module.modules())
+    has_meshes = any(hasattr(parameter.data, "device_mesh") for parameter in module.parameters())
+    return not (is_moved or has_meshes or is_sharded(module))
 
 
 def can_gather(block: nn.Module) -> bool:
     """Whether `gathered` works for a block: FSDP2 shards it as a whole, and nothing else moves its parameters."""
     inner = [module for module in block.modules() if module is not block]
     meshes = {getattr(parameter.data, "device_mesh", None) for parameter in block.parameters()}
-    return (
-        hasattr(block, "unshard")
-        and not any(map(_is_fsdp, inner))
-        and not any(hasattr(module, ACCELERATES_HOOK) for module in (block, *inner))
-        and all(mesh is not None and mesh.ndim == 1 for mesh in meshes)
-    )
+    is_moved = any(hasattr(module, ACCELERATES_HOOK) for module in block.modules())
+    is_whole = hasattr(block, "unshard") and not any(map(_is_fsdp, inner))
+    return is_whole and not is_moved and all(mesh is not None and mesh.ndim == 1 for mesh in meshes)
 
 
 @contextlib.contextmanager

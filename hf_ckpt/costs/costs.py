@@ -202,10 +202,8 @@ def costs_of_step(
             outputs[block.stack].append(call.forward.net - casts)
     inputs = {stack: max(0, statistics.median_low(sizes)) for stack, sizes in outputs.items()}
     gradients = _gradient_bytes(full.calls, alive_after)
-    calls = (
-        CallCosts(block, left, of_call, inputs.get(block.stack, 0))
-        for block, left, of_call in zip(blocks, gradients, costs, strict=True)
-    )
+    rows = zip(blocks, gradients, costs, strict=True)
+    calls = [CallCosts(block, left, of_call, inputs.get(block.stack, 0)) for block, left, of_call in rows]
     at_backward_bytes = full.at_backward_bytes - alive_bytes
     forward, backward = full.head
     return Costs(

@@ -255,12 +255,8 @@ class Check:
         self.put_back(self)
         # Without gradients nothing is saved. Graphs and fake tensors have no values to compare, and torch.func allows
         # no hooks.
-        unusual = (
-            not torch.is_grad_enabled()
-            or compat.torch.is_compiling()
-            or compat.devices.is_capturing()
-            or any(map(_has_no_values, args))
-        )
+        in_graph = compat.torch.is_compiling() or compat.devices.is_capturing()
+        unusual = in_graph or not torch.is_grad_enabled() or any(map(_has_no_values, args))
         if unusual or not self._first_call.acquire(blocking=False):  # another thread may run the same block now
             return self.function(fn, *args)
         bound = fn if isinstance(fn, functools.partial) else functools.partial(fn)
@@ -269,11 +265,9 @@ class Check:
         with compat.modes.unseen_by_modes():
             self.changes = _Changes(self.module, args)
         # Only the first call runs under the hooks of this check.
-        forward = FirstThenAgain(
-            functools.partial(self._run, bound.func),
-            functools.partial(self._run_again, bound.func),
-            owner=getattr(bound.func, "__self__", None),
-        )
+        first = functools.partial(self._run, bound.func)
+        again = functools.partial(self._run_again, bound.func)
+        forward = FirstThenAgain(first, again, owner=getattr(bound.func, "__self__", None))
         output = self.function(functools.partial(forward, *bound.args, **bound.keywords), *args)
         self.changes.forward_has_ended()
         if not self.saved:
