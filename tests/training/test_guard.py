@@ -748,12 +748,18 @@ def test_a_plan_that_cannot_be_put_on_hides_nothing():
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
+def test_what_has_no_blocks_has_no_guard():
+    bare = model_of_averages()
+    bare.layers = nn.ModuleList()
+    for model in (nn.Linear(2, 2), bare):
+        with pytest.raises(NoBlocksError):
+            OomGuard(model)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["FSDPLinear", "DeepSpeedEngine", "ranks"])
 def test_several_ranks_are_refused(what, late, monkeypatch):
     """The guard refuses several ranks, also if the model is wrapped or sharded after the guard was created."""
-    with pytest.raises(NoBlocksError):
-        OomGuard(nn.Linear(2, 2))
     model = tiny_model("llama", layers=2)
     guard = OomGuard(model) if late else None
     if what == "ranks":
