@@ -119,7 +119,7 @@ class ProcessHooks(Replaced):
                 detach(base)
             raise
         if is_new and self.says_what_wins and record.spec != spec:
-            tell("hf_ckpt: options of the script replace --spec: %s, not %s.", record.spec.to_dict(), spec.to_dict())
+            tell("hf_ckpt: options of the script change --spec: %s, not %s.", record.spec.to_dict(), spec.to_dict())
 
     def meet(self, module: nn.Module, inputs: Iterable[Any]) -> None:
         """Enable a model whose forward begins with gradients on, if it is trained and nobody has enabled it.

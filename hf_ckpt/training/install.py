@@ -29,6 +29,7 @@ from hf_ckpt.spec.spec import Spec, SpecLike
 from hf_ckpt.training.ranks import session_for
 from hf_ckpt.training.session import Session
 from hf_ckpt.training.watch import Watch
+from hf_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +151,8 @@ def decide(blocks: FoundBlocks, spec: SpecLike | Plan) -> tuple[Spec, Plan]:
         plan = plan_of(parsed)
     longest = 1 + max(block.index for block in blocks.blocks)
     if parsed.every_n_layers > longest:
-        text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %d blocks: only block 0 is used."
-        warn_once(log, text, parsed.every_n_layers, blocks.class_name, longest)
+        text = "hf_ckpt: `every_n_layers` is %d, but no stack of %s has more than %s: only block 0 is used."
+        warn_once(log, text, parsed.every_n_layers, blocks.class_name, counted(longest, "block"))
     if plan.head != "whole" and blocks.head is None:
         warn_once(log, WHOLE, blocks.class_name, "it has no projection onto a vocabulary")
         plan = dataclasses.replace(plan, head="whole")

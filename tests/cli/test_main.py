@@ -139,7 +139,7 @@ kind = type("Failing", (Failing,), {"at": [2]})
 flags = {FLAG: OPTIONS is not None, f"{FLAG}_kwargs": OPTIONS}
 trainer(Path("out"), tiny_model("llama"), kind=kind, callbacks=[transformers.PrinterCallback()], **flags).train()
 """
-REPLACED = "hf_ckpt: options of the script replace --spec: {'policy': 'selective'}, not {'policy': 'full'}."
+REPLACED = "hf_ckpt: options of the script change --spec: {'policy': 'selective'}, not {'policy': 'full'}."
 
 
 @pytest.mark.parametrize(*keyed(table(__file__, "trainer.yaml"), "options", "spec", "unused", "replaced"))
