@@ -60,12 +60,10 @@ def pytest_collectstart():
 def nothing_old_to_collect():
     """Collect what imports and the modules before have left, and never look at the rest again.
 
-    Many tests collect garbage, which takes a tenth of a second once libraries have been imported in between. Python
-    itself would collect in every second of a test, which takes a tenth of the time of all tests.
+    Many tests collect garbage, which takes a tenth of a second once libraries have been imported in between.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True)
