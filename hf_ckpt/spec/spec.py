@@ -272,6 +272,8 @@ def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
 
 def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for every pair of keys that choose the same thing twice, or that no engine combines."""
+    if spec.check_every == 0 and spec.on_mismatch != Spec.on_mismatch:
+        yield "`on_mismatch` is what a check does that finds a difference, but `check_every: 0` checks nothing."
     compiled = spec.compile is not None
     choosing = [key for key in ("layers", "every_n_layers") if getattr(spec, key) != getattr(Spec, key)]
     if spec.mlp != "whole" and (spec.offload or compiled):
