@@ -6,6 +6,19 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_MOST_BITS = 2**11
+"""Whole numbers with more bits are not written out: they have more than 600 digits."""
+
+
+class _Repr(reprlib.Repr):
+    """Also writes whole numbers for which Python refuses to write all digits, as it does above 4,300 of them."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Return the digits of a number, or how many bits it has."""
+        if x.bit_length() > _MOST_BITS:
+            return f"a whole number of {x.bit_length()} bits"
+        return super().repr_int(x, level)
+
 
 def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
     """Return a value as a text of at most `most` characters for an error message.
@@ -13,7 +26,7 @@ def shown(value: Any, most: int = 200, *, quoted: bool = True) -> str:
     A spec may hold anything, such as a thousand block numbers or a model, and its errors are sent to trackers. Large
     and deep values are cut before their text is built. With `quoted`, a text is in quotation marks.
     """
-    cut = reprlib.Repr()
+    cut = _Repr()
     # Not `repr(value)[:most]`: the text of a large dict takes seconds, and that of a dict in itself never ends.
     vars(cut).update(maxlevel=4, maxdict=8, maxlist=12, maxtuple=12, maxstring=most, maxother=most, maxlong=most)
     text = value[: most + 1] if isinstance(value, str) and not quoted else cut.repr(value)

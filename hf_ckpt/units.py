@@ -33,13 +33,18 @@ class UnitError(HfCkptError, ValueError):
     """A text cannot be read as a size or as a share. The message continues a sentence that begins with its name."""
 
 
+def _text_of(value: float | str) -> str:
+    """The text of a number. `str` raises an error of its own for whole numbers with thousands of digits."""
+    return shown(value) if isinstance(value, int) else str(value)
+
+
 def parse_bytes(text: str | float) -> int:
     """Read a size in bytes: `parse_bytes("20GiB") == 21474836480`. `"20G"` is the same, and `"20GB"` is decimal.
 
     A plain number is bytes. Raises `UnitError` if the text is not a positive size, and for a plain number below 1 MiB,
     such as `20`, whose unit was probably forgotten.
     """
-    match = _SIZE.fullmatch(str(text))
+    match = _SIZE.fullmatch(_text_of(text))
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _UNITS:
         raise UnitError(f"must look like '20GiB', '800MB' or 1073741824, but is {shown(text)} instead")
@@ -69,7 +74,7 @@ def parse_budget(value: float | str) -> int | float:
 
     A share is `"80%"`, or 0.8 as a number or text. Raises `UnitError` if the value is neither a size nor a share.
     """
-    share = _SHARE.fullmatch(str(value))
+    share = _SHARE.fullmatch(_text_of(value))
     if share is None or (isinstance(value, float) and value >= _LEAST_BYTES):  # such as 2e10, a float in YAML
         return parse_bytes(value)
     read = float(share.group(1))

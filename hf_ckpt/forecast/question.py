@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt.errors import HfCkptError
+from hf_ckpt.errors import HfCkptError, shown
 from hf_ckpt.forecast.devices import DEVICES, Device, device_named
 from hf_ckpt.forecast.optimizers import OPTIMIZERS
 from hf_ckpt.forecast.ways import WAYS, Way, way_named
@@ -86,7 +86,7 @@ class About:
         if isinstance(self.default, bool):
             if isinstance(value, bool):
                 return value
-            raise HfCkptError(f"{self.name} must be true or false, but is {value!r} instead.")
+            raise HfCkptError(f"{self.name} must be true or false, but is {shown(value)} instead.")
         if type(value) is type(self.default) and value == self.default:  # True is no 1
             return value
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -94,14 +94,14 @@ class About:
             return value  # bytes; `question` asks for the unit of small ones
         if isinstance(value, str) or (is_number and self.read in _NUMBERS):
             try:
-                return self.read(str(value) if self.read is parse_count else value)
-            except (HfCkptError, ValueError) as error:
+                return self.read(shown(value, quoted=False) if self.read is parse_count else value)
+            except (HfCkptError, ValueError, OverflowError) as error:
                 raise HfCkptError(f"{self.name} {error}.") from None
         if self.read is _read_layers and isinstance(value, (list, tuple)):
             return tuple(value)
         if self.read is _read_spec and isinstance(value, (Mapping, Spec)):
             return Spec.parse(value)
-        raise HfCkptError(f"{self.name} cannot be {value!r}: {self.help or 'a name'}.")
+        raise HfCkptError(f"{self.name} cannot be {shown(value)}: {self.help or 'a name'}.")
 
 
 MODEL = "model"
@@ -150,7 +150,7 @@ def _read_segments(text: str | int) -> int | str:
 def _count_or(key: str, text: str | int) -> int | str:
     """A number, such as `4k`, or one of the words that a key of the spec accepts in its place."""
     with contextlib.suppress(UnitError):
-        return parse_count(str(text))
+        return parse_count(shown(text, quoted=False))
     word: str = READERS[key](text)
     return word
 
@@ -244,7 +244,7 @@ class Question:
         for name, field in FIELDS.items():
             value = field.checked(getattr(self, name))
             if value != field.default and field.choices and value not in field.choices:
-                raise HfCkptError(f"{name} must be one of {', '.join(field.choices)}, but is {value!r} instead.")
+                raise HfCkptError(f"{name} must be one of {', '.join(field.choices)}, but is {shown(value)} instead.")
             object.__setattr__(self, name, value)
         if self.load_in_4bit and self.load_in_8bit:
             raise HfCkptError("load_in_4bit and load_in_8bit exclude each other: give one of them.")

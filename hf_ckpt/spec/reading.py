@@ -34,6 +34,8 @@ Segments = int | str | tuple[tuple[str, int | str], ...]
 """A number of segments or `sqrt` for every stack, or (stack, such a number) pairs."""
 
 Reader = Callable[[Any], Any]
+MOST = 2**63
+"""Whole numbers are below this. JSON has no limit, but Python writes no more than 4,300 digits."""
 _RANGE = re.compile(r"(-?\d{1,9})(-(-?\d{1,9})?)?")
 
 
@@ -154,6 +156,8 @@ def whole(least: int, *others: str) -> Reader:
     wanted = " or ".join([f"a whole number of at least {least}", *map(repr, others)])
 
     def read(value: Any) -> int | str:
+        if type(value) is int and value >= MOST:
+            raise _must_be("below 2**63", value)
         if (type(value) is int and value >= least) or (isinstance(value, str) and value in others):
             return value
         # `full` is a policy, under which everything is recomputed. It once meant the opposite here, too.
@@ -181,7 +185,7 @@ def _read_layer_text(value: Any) -> str:
     """Read a choice of blocks in one stack: a number, a list of numbers, or a text like "0-15,-1"."""
     numbers = [value] if type(value) is int else value
     if isinstance(numbers, (list, tuple)) and numbers and all(type(index) is int for index in numbers):
-        value = ",".join(map(str, numbers))
+        value = ",".join(map(shown, numbers))  # `str` raises an error of its own for numbers with thousands of digits
     if not isinstance(value, str):
         raise _must_be("a list like '0-15,-1'", value)
     parse_layers(value)

@@ -54,6 +54,9 @@ def test_options_of_yes_and_no_have_opposites_that_win_over_a_file():
     assert dataclasses.replace(small, batch=2).budget == 627496
     with pytest.raises(HfCkptError, match="needs a unit"):
         question({"model": "a model", "budget": 627496})
+    for name in ("batch", "budget", "head", "lora_dropout", "dtype"):
+        with pytest.raises(HfCkptError, match=r"16610 bits|too large to convert to float"):
+            question({"model": "a model", name: 10**5000})
 
 
 def test_options_that_change_nothing_are_named():

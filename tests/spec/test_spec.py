@@ -49,6 +49,10 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
 
 NOT_IN_YAML = [
     ({"layers": "1" * 5000}, "`layers` must be a list like '0-15,-1', but is"),
+    ({"head": 10**5000}, "`head` must be below 2**63, but is a whole number of 16610 bits instead"),
+    ({"layers": 10**5000}, "`layers` must be a list like '0-15,-1', but is"),
+    ({"host_budget": 10**5000}, "`host_budget` must look like '20GiB', '800MB' or 1073741824, but is"),
+    ({10**5000: 1}, "`a whole number of 16610 bits` is not a key of the spec"),
     ({"budget": 500_000}, "`budget` needs a unit, but is 500000 instead; did you mean '500000B'?"),
     ({"offload": numpy.ones(2)}, '`offload` must be one of false, true, "saved", but is array([1., 1.]) instead'),
     ({"context_fn": print}, "`context_fn` is a callable, which TrainingArguments cannot save as JSON"),
