@@ -64,12 +64,23 @@ def calling_objects(kind: type) -> Iterator[Any]:
     yield from (owner for owner in owners if isinstance(owner, kind))
 
 
+class _Mark:
+    """What a frame has as `f_trace`, which nothing calls unless a debugger traces calls that run already.
+
+    The next call may get the address of a frame that is gone, but not its mark.
+    """
+
+    def __call__(self, *event: Any) -> None:
+        """Trace nothing."""
+
+
 class Running(NamedTuple):
     """A call that runs, without a reference to its frame, which would keep all of its variables alive."""
 
     thread: int
     frame: int
-    code: types.CodeType
+    mark: object
+    """The frame's `f_trace`: a `_Mark`, or what a debugger had put there before."""
 
     def has_ended(self) -> bool:
         """Whether the call has ended; also known if hf_ckpt was not told, as after a KeyboardInterrupt.
@@ -80,7 +91,7 @@ class Running(NamedTuple):
             return False
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
-            if id(frame) == self.frame and frame.f_code is self.code:
+            if id(frame) == self.frame and frame.f_trace is self.mark:
                 return False
             frame = frame.f_back
         return True
@@ -106,7 +117,9 @@ def _calls_of(function: str) -> Iterator[Running]:
     """Yield the running calls of torch's function with this name, innermost first."""
     for frame in callers():
         if frame.f_code.co_name == function and str(frame.f_globals.get("__name__")).startswith("torch."):
-            yield Running(threading.get_ident(), id(frame), frame.f_code)
+            if frame.f_trace is None:
+                frame.f_trace = _Mark()
+            yield Running(threading.get_ident(), id(frame), frame.f_trace)
 
 
 def is_calling(thread: int, module: object) -> bool:

@@ -1223,6 +1223,18 @@ def test_a_count_ends_with_the_next_step_although_the_traceback_of_an_interrupte
     assert {"keep"} in raced(model)
 
 
+def test_a_forward_joins_no_step_that_an_interrupt_has_ended():
+    """Without a traceback, the calls of the forward get the addresses of those that are gone."""
+    model = model_of("llama", layers=2)
+    budgeted(model, 1 << 30)
+    raises = model.model.norm.register_forward_pre_hook(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        forward_and_backward(model)
+    raises.remove()
+    run(model, [BATCH] * 2)
+    assert len(current(model).batch.forwards) == 1
+
+
 def test_an_interrupt_in_the_forward_of_a_block_ends_the_count_at_once():
     """Although the traceback is kept, in each measured step, under each action that has a function."""
     model = model_of("llama", layers=2)
