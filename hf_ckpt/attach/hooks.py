@@ -180,7 +180,8 @@ class HeadForward(ModelHook):
             record.heads.note(f"chunks of {result.call.tokens} tokens")
             result.call.when_read_whole = record.heads.read_whole
         else:
-            record.heads.note("as a whole, because with so few tokens, chunks would save nothing")
+            few = "as a whole, because with so few tokens, chunks would save nothing"
+            record.heads.note(few, is_whole_by_choice=record.plan.head == "auto")
         return result
 
 

@@ -182,13 +182,16 @@ class ChunkCalls:
     """How the last call ran, in words; empty before the first."""
     is_in_graph: bool = False
     """Whether it ran in a graph of torch.compile."""
+    is_whole_by_choice: bool = False
+    """Whether `auto` ran it as a whole, because chunks would save nothing."""
     missed: int = 0
     """Training forwards of the stack below the head since the last call of the head."""
 
-    def note(self, how: str, *, is_in_graph: bool = False) -> None:
+    def note(self, how: str, *, is_in_graph: bool = False, is_whole_by_choice: bool = False) -> None:
         """Note how a call runs, in words."""
         self.last = how
         self.is_in_graph = is_in_graph
+        self.is_whole_by_choice = is_whole_by_choice
 
     def read_whole(self, function: str) -> None:
         """Note that a function has read all logits of the last call."""

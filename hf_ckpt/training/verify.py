@@ -39,7 +39,7 @@ class Verification:
 
     Gradients were compared. Buffers are bit-equal; gradients and the loss are, too, or differ by rounding if the head
     runs in chunks, feed-forwards run in tiles, or blocks are compiled. Every planned block was recomputed. The head ran
-    in chunks, if the plan says so.
+    in chunks, if the plan says so; with `auto`, it may also have run as a whole, because chunks would save nothing.
     """
 
     plan: Plan
@@ -52,6 +52,8 @@ class Verification:
     """Planned block -> number of recomputations of it or of operations inside it."""
     problems: tuple[str, ...]
     """What is wrong, in words; empty if the plan does what it promises."""
+    head: str = ""
+    """How the head ran, in words; empty if it was not asked to run in chunks."""
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -59,7 +61,8 @@ class Verification:
     def __str__(self) -> str:
         recomputed = f"{sum(self.recomputed.values())} recomputations of {counted(len(self.recomputed), 'block')}"
         plan = f"plan: {self.plan.summary()}; {recomputed}"
-        return "\n".join([plan, f"loss: {self.loss}", f"gradients: {self.gradients}", *self.problems])
+        head = [f"head: {self.head}"] if self.head else []
+        return "\n".join([plan, f"loss: {self.loss}", f"gradients: {self.gradients}", *head, *self.problems])
 
 
 def verify(
@@ -130,11 +133,12 @@ def _verified(
             before.restore()
             planned = _step(model, batch, loss_fn)
             after = describe(model)
+            may_be_whole = record.heads.is_whole_by_choice
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
         before.restore()
-    return _compared(plain, planned, after, compiled)
+    return _compared(plain, planned, after, compiled, may_be_whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +173,11 @@ def _loss_of(outputs: Any) -> Any:
     return outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
 
 
-def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[str]) -> Verification:
-    """Compare a step under a plan, whose description this is, with one without it."""
+def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[str], may_be_whole: bool) -> Verification:
+    """Compare a step under a plan, whose description this is, with one without it.
+
+    `may_be_whole` is whether a head that is planned to run in chunks ran as a whole for a good reason.
+    """
     norms = [float(gradient.double().norm()) for gradient in plain.gradients.values()]
     # A gradient that is 0 except for rounding, such as that of a key bias, shares no digit with that of another run.
     gradients = _gaps(plain.gradients, planned.gradients, least=0.01 * max(norms, default=0.0))
@@ -183,6 +190,8 @@ def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[st
         most = max(gradients.values(), default=0.0)
         equal += f", the others up to {most:.2g} of their norm (allowed {allowed:g})"
     problems = _not_carried_out(after, compiled)
+    if _asks_for_chunks(after) and not after.chunked_heads and not may_be_whole:
+        problems.append(f"the head did not run in chunks; last call: {after.head_ran or 'none'}")
     checks = [(f"gradient of {name}", gap, allowed) for name, gap in gradients.items()]
     checks.append(("loss", loss, allowed))
     checks += [(f"buffer {name}", gap, 0.0) for name, gap in buffers.items()]
@@ -197,7 +206,13 @@ def _compared(plain: _Step, planned: _Step, after: Description, compiled: set[st
         gradients=equal,
         recomputed=after.recomputed,
         problems=tuple(problems),
+        head=after.head_ran if _asks_for_chunks(after) else "",
     )
+
+
+def _asks_for_chunks(after: Description) -> bool:
+    """Whether the head was asked to run in chunks."""
+    return after.plan.head != "whole" or after.spec.get("head", "whole") != "whole"
 
 
 def _allowed_gap(plain: _Step, plan: Plan) -> float:
@@ -230,9 +245,6 @@ def _not_carried_out(after: Description, compiled: set[str]) -> list[str]:
     if missing:
         graphs = " (torch.compile hides them in graphs: verify the model before you compile it)"
         problems.append(f"planned but not recomputed: {', '.join(missing)}{graphs if after.in_graphs else ''}")
-    asked_for_chunks = after.plan.head != "whole" or after.spec.get("head", "whole") != "whole"
-    if asked_for_chunks and not after.chunked_heads:
-        problems.append(f"the head did not run in chunks; last call: {after.head_ran or 'none'}")
     return problems
 
 

@@ -241,5 +241,10 @@ def test_a_head_in_chunks_may_differ_by_rounding_and_has_to_run(dtype, allowed):
     assert 0 < float(largest[1]) <= float(largest[2]) == float(allowed)
     one_chunk = hf_ckpt.verify(model, batch, {"policy": "full", "head": 4096})
     assert "the head did not run in chunks; last call: as a whole" in str(one_chunk)
+    of_auto = hf_ckpt.verify(
+        model, {name: value[:1, :16] for name, value in batch.items()}, {"policy": "full", "head": "auto"}
+    )
+    assert of_auto, of_auto
+    assert "head: as a whole, because with so few tokens, chunks would save nothing" in str(of_auto)
     wrong = hf_ckpt.verify(tiny_model("llama", dropout=0.5), BATCH, {**REDRAWN, "head": 8})
     assert ["differs by" in problem for problem in wrong.problems] == [True]
