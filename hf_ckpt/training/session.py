@@ -104,8 +104,7 @@ class Session:
         base = self._base()
         assert base is not None
         self._refuse_threads(running)
-        if self.recorder is not None and self.recorder.was_left:
-            self.after_forward(None)
+        self._drop_interrupted()
         forward = self._forwards.read(base if stack is None else running, stack, args, kwargs)
         if self._goes_on():
             self._forwards.current.append(forward)
@@ -150,6 +149,11 @@ class Session:
         else:
             self._graphs = watch_graphs(output, self._graphs)
 
+    def _drop_interrupted(self) -> None:
+        """Drop the step whose forward a KeyboardInterrupt has ended: no hook was called then."""
+        if self.recorder is not None and self.recorder.was_left:
+            self.after_forward(None)
+
     def _count_error(self, error: BaseException | None) -> None:
         """Count a measured forward that an error has ended, unless the user's code has raised it by itself.
 
@@ -162,6 +166,7 @@ class Session:
     def before_others(self) -> None:
         """A forward outside of training begins. Unless it is a part of the step, as that of a reference model, its peak
         is not one of the step."""
+        self._drop_interrupted()  # before the end of this forward is taken for that of the step's
         if self.recorder is not None and self.recorder.has_ended:
             self.recorder.levels.stop()  # an optimizer's step starts it again
         if self._budget_watch.is_open and not self._goes_on():

@@ -1329,6 +1329,7 @@ def test_an_interrupt_outside_of_blocks_ends_the_count_with_the_next_operation(p
     else:
         del model, places, optimizer, kept[:], interrupted
         gc.collect()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0).step()  # that of another model
     assert not dispatch_modes()
     assert sys.getprofile() is None
 
