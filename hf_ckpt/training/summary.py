@@ -23,7 +23,7 @@ def summary(description: Description | None, figures: Mapping[str, float | None]
         "plan": _plan(description),
         "without": f"{format_bytes(without.peak_bytes)}, predicted without checkpointing" if without else "",
         "with": f"{format_bytes(prediction.peak_bytes)}, predicted under the plan" if prediction else "",
-        "measured": _measured(figures),
+        "measured": _measured(description, figures),
         "time": ", ".join(filter(None, (_step(figures), _tokens(figures), _recomputing(description)))),
     }
     lines = [f"  {name:<12}{text}" for name, text in rows.items() if text]
@@ -49,11 +49,14 @@ def _plan(description: Description | None) -> str:
     return f"{description.plan.summary()}{reason}"
 
 
-def _measured(figures: Mapping[str, float | None]) -> str:
-    """The measured peak: of a step under the plan, or else the largest of the run."""
+def _measured(description: Description | None, figures: Mapping[str, float | None]) -> str:
+    """The measured peak: of a step under the plan, or else under others of the run, or else the largest of the run."""
     of_step = figures.get("memory/step_peak_gib")
     if of_step is not None:
-        return f"{format_bytes(of_step * GIB)}, in a step under the plan"
+        if description and description.measured_bytes:
+            return f"{format_bytes(description.measured_bytes)}, in a step under the plan"
+        # Each batch has a plan of its own, and not all of them are measured.
+        return f"{format_bytes(of_step * GIB)}, in a step under another plan of the run"
     peak = figures.get("memory/peak_gib")
     if peak is None:
         return ""

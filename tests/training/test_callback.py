@@ -301,6 +301,20 @@ def test_a_planned_run_logs_what_was_predicted_and_ends_with_a_table(tmp_path, c
     assert re.search(r" per step, [\d,]+ tokens per second", lines[5])
 
 
+def test_a_peak_that_was_measured_under_the_plan_of_another_batch_is_not_set_beside_this_one(tmp_path, capsys):
+    batches = [tiny_batch("llama", batch=1, tokens=tokens) for tokens in [12] * 20 + [48]]
+    rows = [{name: values[0] for name, values in batch.items()} for batch in batches]
+    options = {"policy": "budget", "budget": "1GiB"}
+    sizes = {"max_steps": len(rows), "per_device_train_batch_size": 1}
+    run = trainer(tmp_path, rows=rows, **sizes, **{f"{FLAG}_kwargs": options})
+    run._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(rows)
+    run.train()
+    found = hf_ckpt.describe(run.model)
+    assert found.measured_bytes is None
+    (measured,) = re.findall(r"measured    (.*)", capsys.readouterr().err)
+    assert measured.endswith(", in a step under another plan of the run")
+
+
 def test_the_table_of_a_resumed_run_counts_its_own_steps(tmp_path, capsys):
     trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
