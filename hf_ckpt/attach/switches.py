@@ -40,9 +40,10 @@ class _Gate(enum.Enum):
 
 
 GATE = _Gate.WHILE_GRADIENTS_ARE_ON
-"""The only value of `_Gate`: the flag of every planned block."""
+"""The only value of `_Gate`: the flag of every planned block, and what it has under `KEEPS_CACHE`."""
 Values = Mapping[str, object]
 """Name -> value, for those of `FLAG`, `FUNCTION` and `KEEPS_CACHE` that a module has itself, not by its class."""
+_NAMES = (FLAG, FUNCTION, KEEPS_CACHE)
 
 
 def function_of(module: nn.Module) -> object:
@@ -59,7 +60,7 @@ def is_on(*modules: nn.Module) -> bool:
 
 def read(module: nn.Module) -> dict[str, object]:
     """Return the module's own `FLAG`, `FUNCTION` and `KEEPS_CACHE`, without those of its class."""
-    return {name: vars(module)[name] for name in (FLAG, FUNCTION, KEEPS_CACHE) if name in vars(module)}
+    return {name: vars(module)[name] for name in _NAMES if name in vars(module)}
 
 
 def write(module: nn.Module, values: Values) -> None:
@@ -68,7 +69,7 @@ def write(module: nn.Module, values: Values) -> None:
     # alternate in every step. A class with a method of its own may do anything with an attribute, so it is called.
     plain = type(module).__setattr__ is nn.Module.__setattr__
     set_attribute: Any = object.__setattr__ if plain else setattr
-    for name in (FLAG, FUNCTION, KEEPS_CACHE):
+    for name in _NAMES:
         if name in values:
             set_attribute(module, name, values[name])
         else:
@@ -92,7 +93,9 @@ class Switched(Weak):
         module, _, region = self.arguments()
         if getattr(module, FLAG):
             setattr(module, FLAG, False)
-        self._held += (read(module),)
+        # transformers' own disable method leaves what another plan has put there in part.
+        before = {name: value for name, value in read(module).items() if value is not GATE}
+        self._held += (before,)
         if region is not None:
             self.exchange(region)
 
@@ -104,7 +107,7 @@ class Switched(Weak):
         if region is not None:
             values = {**before, FLAG: GATE, FUNCTION: region}
             if region.takes_caches:  # else the layer drops caches before it calls the function
-                values[KEEPS_CACHE] = True
+                values[KEEPS_CACHE] = GATE
         write(module(), values)
 
     def undo(self) -> None:

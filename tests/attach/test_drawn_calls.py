@@ -373,3 +373,14 @@ def test_a_copy_of_a_copy_of_a_model_that_lost_layers_can_fail_to_be_enabled():
     state.go_on_with_a_copy(pickled=True)
     state.fail_to_enable(at=2, spec="selective")
     state.teardown()
+
+
+def test_a_plan_of_an_inner_model_does_not_restore_what_one_of_the_outer_model_had_left():
+    """A sequence that failed once: transformers' own disable method leaves on a block that it may get caches."""
+    state = Sequences()
+    state.begin(seed=0, spec=None, hooks=0)
+    state.enable({"policy": "selective", "layers": "0"})
+    state.disable_the_inner_model()
+    state.plan_the_inner_model("full", with_step=False)
+    state.uninstall()
+    state.teardown()
