@@ -314,15 +314,13 @@ class Planning:
         # What was alive only in this step, such as the graph of one that failed before, does not count.
         start_bytes = self.measurements.step_of(plan.batch).start_bytes
         peak_bytes = start_bytes + step.peak_bytes - step.start_bytes
-        is_first = plan.measured_bytes is None
+        is_of_plan = batch == plan.batch
         self.budget.watch.checked()
-        if is_first and batch != plan.batch:
-            return  # a step that needs less says nothing
-        if is_first and batch in self.plans:
+        if is_of_plan and plan.measured_bytes is None and batch in self.plans:
             self.plans[batch] = dataclasses.replace(plan, is_checked=True, measured_bytes=peak_bytes)
         if peak_bytes <= self.budget.bytes or plan.is_over:
             return
-        if is_first:
+        if is_of_plan and not plan.is_checked:  # what it was made from was measured just before
             self._lower(plan.plan, peak_bytes)
         else:
             self.void(step_plan, batch, peak_bytes, step.start_bytes)
