@@ -18,6 +18,19 @@ Change = Mapping[str, Any]
 SHORTER = "shorter sequences"
 """The name of the changes to fewer tokens."""
 
+MOST_TOKENS = 2**22
+"""Tokens of a micro-step above which no change is tried that runs it in parts."""
+
+
+def is_quick(training: Question) -> bool:
+    """Whether a change to this training is measured within seconds.
+
+    Most steps take as long for any number of tokens. Those that run the head in chunks, or feed-forwards in tiles, run
+    each of them. So do the trainers of TRL, whose loss runs in parts.
+    """
+    in_parts = training.head != "whole" or training.mlp != "whole" or training.trainer is not None
+    return not in_parts or training.rows * training.tokens <= MOST_TOKENS
+
 
 def single_changes(training: Question, costs: Costs, budget: int, device: Device) -> list[tuple[str, Change]]:
     """Return (name, change) for what can be changed. Of one name, the first changes least.

@@ -15,7 +15,7 @@ from torch import nn
 from hf_ckpt.costs.costs import Costs, timeline
 from hf_ckpt.errors import HfCkptError, InfeasibleError
 from hf_ckpt.forecast import notes
-from hf_ckpt.forecast.changes import SHORTER, Change, combined_changes, single_changes
+from hf_ckpt.forecast.changes import SHORTER, Change, combined_changes, is_quick, single_changes
 from hf_ckpt.forecast.devices import device_named, this_device
 from hf_ckpt.forecast.estimator import CostEstimator
 from hf_ckpt.forecast.model import OF_LIVE, fields_of_live
@@ -285,6 +285,8 @@ class Forecaster:
             if name in names or not change.keys() <= set(fields):
                 continue
             with contextlib.suppress(HfCkptError):
+                if not is_quick(self._changed(change)):
+                    continue
                 if self.estimator.least_bytes(self._changed(change), self.budget) > self.budget:
                     continue
                 row = self._changed_row(name, change)
@@ -303,6 +305,8 @@ class Forecaster:
         def fits(change: Change) -> bool:
             with contextlib.suppress(HfCkptError):  # such as PEFT's, which knows no layers for adapters
                 others = {field: value for field, value in change.items() if value != getattr(self._asked, field)}
+                if not is_quick(self._changed(others)):
+                    return False
                 rows.append(self._changed_row("several changes", others))
                 return rows[-1].fits
             return False
