@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_ckpt import compat
 from hf_ckpt.errors import HfCkptError, MissingDependencyError
-from hf_ckpt.forecast.question import DTYPE_NAMES, Question
+from hf_ckpt.forecast.question import DTYPE_NAMES, FIELDS, Question
 from hf_ckpt.models.blocks import vocabulary_head
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -117,6 +117,26 @@ def _inputs(training: Question, base: Any) -> dict[str, Any]:
         channels = getattr(vision, "num_channels", 3)
         batch["pixel_values"] = torch.zeros((number, channels, height, width), dtype=base.dtype)
     return batch
+
+
+def without_effect(training: Question, base: Any) -> Iterator[str]:
+    """Yield a sentence for each option of a question that changes nothing in a micro-step of this model."""
+    name = type(base).__name__
+    kind = getattr(base, "main_input_name", "input_ids")
+    effects = {
+        "target_tokens": has_targets(base),
+        "image_size": kind == "pixel_values" or training.images > 0,
+        "choices": kind == "input_ids" and name.endswith(_OF_CHOICES),
+        "seconds": kind == "input_values",  # Whisper pads every recording to 30 seconds
+    }
+    for field, has_effect in effects.items():
+        if not has_effect and getattr(training, field) != FIELDS[field].default:
+            yield f"{FIELDS[field].flag} has no effect on {name}"
+
+
+def has_targets(base: Any) -> bool:
+    """Whether a model has a target sequence of its own beside its input."""
+    return bool(base.config.is_encoder_decoder) and not type(base).__name__.endswith((*_OF_CLASSES, _OF_CHOICES))
 
 
 def mean_square(outputs: Any) -> torch.Tensor:

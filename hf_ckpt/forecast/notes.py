@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from hf_ckpt.costs.costs import Costs
+from hf_ckpt.forecast.batches import without_effect
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, kv_bytes
 from hf_ckpt.forecast.question import OF_THE_PLAN, Question, command_of
@@ -117,6 +118,7 @@ def on_compiled_blocks(training: Question, device: Device, plan: Plan, full: Pla
 def beside(training: Question, model: ShallowModel, costs: Costs, budget_bytes: int) -> Iterator[str]:
     """Notes on options without effect, and on what the figures leave out, such as the cache of generation."""
     yield from training.without_effect()
+    yield from without_effect(training, model.base)
     if training.generation:
         size = len(costs.calls) * kv_bytes(model.base.config, training)
         alone = costs.static.always + size

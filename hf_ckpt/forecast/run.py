@@ -27,7 +27,7 @@ from hf_ckpt.costs.costs import CallCosts, Costs, Static, costs_of_step
 from hf_ckpt.costs.steps import Call, Needs, Step
 from hf_ckpt.engines.trials import Attempts
 from hf_ckpt.errors import HfCkptError
-from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, micro_step
+from hf_ckpt.forecast.batches import DTYPES, NO_PLAN, MicroStep, has_targets, micro_step
 from hf_ckpt.forecast.devices import Device
 from hf_ckpt.forecast.model import ShallowModel, kinds_of, nbytes, only, refuse_other_config
 from hf_ckpt.forecast.optimizers import optimizer_bytes
@@ -119,7 +119,7 @@ def costs_of_model(model: ShallowModel, inputs: Inputs) -> Costs:
         static=static,
         family=all_blocks.family,
         model=all_blocks.class_name,
-        tokens=training.rows * _tokens_of(training, batch),
+        tokens=training.rows * _tokens_of(training, model.base, batch),
         sequences=training.batch,
         has_host=device.host_bandwidth > 0,
         blocks=tuple(model.likes),
@@ -217,11 +217,12 @@ def _at_real_depth(model: ShallowModel, calls: Iterable[CallCosts]) -> tuple[Cal
     return tuple(dataclasses.replace(call, block=block) for block, call in likes)
 
 
-def _tokens_of(training: Question, batch: Mapping[str, Any]) -> int:
+def _tokens_of(training: Question, base: Any, batch: Mapping[str, Any]) -> int:
     """Tokens of one row of a batch; 0 without text. A source and its target count once."""
     if "input_ids" not in batch:
         return 0
-    tokens = max(training.tokens, training.target_tokens or 0)
+    targets = training.target_tokens if has_targets(base) else None
+    tokens = max(training.tokens, targets or 0)
     return tokens * training.choices if batch["input_ids"].dim() == 3 else tokens
 
 

@@ -20,6 +20,7 @@ from hf_ckpt.cli.arguments import options_of
 from hf_ckpt.cli.main import main, make_parser
 from hf_ckpt.console import make_console
 from hf_ckpt.errors import HfCkptError, InfeasibleError
+from hf_ckpt.forecast import changes
 from hf_ckpt.forecast import estimator as estimator_module
 from hf_ckpt.forecast.devices import device_named
 from hf_ckpt.forecast.forecast import Forecaster
@@ -235,6 +236,11 @@ def test_what_the_figures_leave_out_is_said():
     asked_of_grpo = {"accumulation": 4, "trainer": "grpo", "generation": 1024, "tokens": 64, "lora_dropout": 0.1}
     notes = hf_ckpt.predict(**asked, **asked_of_grpo).notes
     assert notes[0] == "--lora-dropout has no effect without --lora"
+    unused = {"target_tokens": 4096, "image_size": 224, "choices": 2}
+    forecast = hf_ckpt.predict(**asked, tokens=64, **unused)
+    said = [f"{flag} has no effect on LlamaForCausalLM" for flag in ("--target-seq", "--image-size", "--choices")]
+    assert [*forecast.notes[:3]] == said
+    assert forecast.tokens_per_second == hf_ckpt.predict(**asked, tokens=64).tokens_per_second
     heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * heads * size * 1024 * 8 * 2
     assert f"a KV cache of 1024 tokens takes at most {format_bytes(cache)};" in notes[1]
@@ -290,6 +296,26 @@ def test_changes_that_cannot_fit_are_not_measured(packing, monkeypatch):
     forecaster.budget = least - 1
     list(forecaster._changed_rows({"batch", "accumulation"}))
     assert batches[:2] == [8, 2]
+
+
+def test_changes_that_run_millions_of_tokens_in_parts_are_not_tried(monkeypatch):
+    """A step in a thousand chunks takes a thousand times as long as one, also on fake tensors."""
+    forecaster = Forecaster(question({"model": "mini-llama", "batch": 4, "tokens": 1024, "device": "a10"}))
+    monkeypatch.setattr(forecaster.estimator, "least_bytes", lambda *args: 0)
+    tried = []
+
+    def refuse(name, change):
+        tried.append(forecaster._changed(change))
+        raise HfCkptError
+
+    monkeypatch.setattr(forecaster, "_changed_row", refuse)
+    list(forecaster._changed_rows({"head", "mlp"}))
+    assert [(training.head, training.mlp) for training in tried] == [("auto", "whole"), ("whole", "auto")]
+    monkeypatch.setattr(changes, "MOST_TOKENS", 256)
+    tried.clear()
+    list(forecaster._changed_rows({"head", "mlp"}))
+    forecaster._combined_row()
+    assert [training.batch * training.tokens for training in tried] == [128, 64, 64]
 
 
 def test_a_change_whose_head_alone_does_not_fit_is_measured_in_one_step():
