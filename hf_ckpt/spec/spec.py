@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_ckpt.errors import SpecError, shown
+from hf_ckpt.logs import warn_once
 from hf_ckpt.spec.actions import SAVE_CLASSES
 from hf_ckpt.spec.files import parse_values, read_values, without_repeats
 from hf_ckpt.spec.reading import POLICIES, READERS, SAVING, SEGMENTED, Layers, Rule, Segments, goes_with, read_keys
 from hf_ckpt.units import exact_size
+
+log = logging.getLogger(__name__)
 
 PLANNED_POLICIES = ("budget", "auto")
 """Policies whose plan is made in the first steps of a run."""
@@ -218,6 +222,8 @@ def _from_mapping(written: Any, source: str | None, before: Iterable[str] = ()) 
     problems += [conflict for conflict in conflicts if named.isdisjoint(_quoted([conflict]))]
     if problems:
         raise SpecError(problems, source, spec)
+    if spec.check_every == 0 and spec.on_mismatch != Spec.on_mismatch:
+        warn_once(log, "hf_ckpt: `on_mismatch: %s` has no effect: `check_every: 0` checks nothing.", spec.on_mismatch)
     return spec
 
 
@@ -272,8 +278,6 @@ def _wrong_policies(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
 
 def _conflicts(spec: Spec, written: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for every pair of keys that choose the same thing twice, or that no engine combines."""
-    if spec.check_every == 0 and spec.on_mismatch != Spec.on_mismatch:
-        yield "`on_mismatch` is what a check does that finds a difference, but `check_every: 0` checks nothing."
     compiled = spec.compile is not None
     choosing = [key for key in ("layers", "every_n_layers") if getattr(spec, key) != getattr(Spec, key)]
     if spec.mlp != "whole" and (spec.offload or compiled):

@@ -47,6 +47,12 @@ def test_an_enable_call_selects_anew_or_only_changes_options():
             spec.updated(equal_to_a_default)
 
 
+def test_what_a_check_does_has_no_effect_without_checks(caplog):
+    for _ in range(2):
+        assert Spec.parse({"check_every": 0, "on_mismatch": "raise"}).on_mismatch == "raise"
+    assert caplog.text.count("`on_mismatch: raise` has no effect: `check_every: 0` checks nothing.") == 1
+
+
 NOT_IN_YAML = [
     ({"layers": "1" * 5000}, "`layers` must be a list like '0-15,-1', but is"),
     ({"head": 10**5000}, "`head` must be below 2**63, but is a whole number of 16610 bits instead"),
