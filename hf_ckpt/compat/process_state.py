@@ -118,17 +118,21 @@ def _of_device(device: torch.device) -> torch.Tensor:
     return state
 
 
+_STATE_BYTES = 5056
+"""Size of the CPU's state as torch has had it so far."""
 _First = ctypes.c_char * 512
 _Last = ctypes.c_char * 64
 
 
 def _ends_of(state: torch.Tensor) -> tuple[bytes, bytes]:
-    """Return the parts of the CPU's state that tell whether it has moved.
+    """Return the parts of the CPU's state that tell whether it has moved; all of a state of another size.
 
     The state is a position among 624 numbers, these numbers, and one normal number that is left over
     (aten/src/ATen/CPUGeneratorImpl.cpp). A draw moves the position or uses up what is left over, and after the last
     number there are 624 others. The whole state has 5 kB, and every block comes here.
     """
+    if state.nbytes != _STATE_BYTES:
+        return _bytes(state), b""
     first = state.data_ptr()
     last = first + state.nbytes - 64
     return _First.from_address(first).raw, _Last.from_address(last).raw

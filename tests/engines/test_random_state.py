@@ -92,6 +92,22 @@ def test_every_draw_is_noticed_and_repeated():
         numpy.random.set_bit_generator(bits)
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize("is_of_another_torch", [False, True])
+def test_a_state_that_differs_anywhere_has_moved(is_of_another_torch, monkeypatch):
+    """Every byte of a state counts if its size says that its layout is not the known one."""
+    assert torch.get_rng_state().nbytes == compat.process_state._STATE_BYTES
+    if is_of_another_torch:
+        monkeypatch.setattr(compat.process_state, "_STATE_BYTES", 0)
+    for draw in (torch.rand, torch.randn, torch.randperm, torch.randn, lambda _: torch.manual_seed(3)):
+        before = compat.process_state.RandomState()
+        draw(1000)
+        assert before.of_torch_has_moved()
+    before = compat.process_state.RandomState()
+    before.of_cpu[2500] ^= 1  # which no draw of this torch changes alone
+    assert before.of_torch_has_moved() == is_of_another_torch
+
+
 @pytest.mark.trap(48)
 @pytest.mark.compat
 @pytest.mark.parametrize("keeps_torchs", [True, False])
