@@ -18,7 +18,7 @@ from hf_ckpt.units import GIB, RESERVED, budget_bytes, format_bytes
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """What makes torch's allocator reserve only a few percent more than tensors need."""
-COMPILED = (
+ON_COMPILED = (
     'compiled blocks are not predicted: {{"compile": "blocks", "share": 0}} needs at most about the {peak} of `full`, '
     "and was faster than every eager plan on an H200 (docs/comparison.md)"
 )
@@ -112,7 +112,7 @@ def parts_of(selection: Selection, training: Question) -> dict[str, int]:
 def on_compiled_blocks(training: Question, device: Device, plan: Plan, full: Plan) -> Iterator[str]:
     """A note on compiled blocks, for which no figures are predicted, if the plan recomputes something."""
     if plan.active() and full.prediction and device.name != "cpu" and not training.sharded:
-        yield COMPILED.format(peak=format_bytes(full.prediction.peak_bytes))
+        yield ON_COMPILED.format(peak=format_bytes(full.prediction.peak_bytes))
 
 
 def beside(training: Question, model: ShallowModel, costs: Costs, budget_bytes: int) -> Iterator[str]:
