@@ -82,11 +82,9 @@ class PassHook(ModelHook):
     looked_for_packing = False
     """Whether a batch was looked at for packed rows."""
 
-    @property
-    def role(self) -> Role:
-        """What the module is in its model."""
-        role: Role = self._held[1]
-        return role
+    def __init__(self, base: nn.Module, role: Role) -> None:
+        super().__init__(base, role)
+        self.role = role  # read several times in every forward
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """Forward pre-hook. Returns the arguments without a cache; None to leave them unchanged.

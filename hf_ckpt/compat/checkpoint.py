@@ -133,6 +133,14 @@ def run_again(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+_REPACKING = {
+    *("requires_grad", "detach", "recomp_counter", "len", "weak_holders", "early_stop", "forward_completed", "handles"),
+    *("ignore_saved_mismatch", "CheckpointError", "_debug_tip_msg", "_internal_assert", "get", "_Handle", "recomputed"),
+    "_StopRecomputationError",
+}
+"""What the `pack` hook of a recomputation names in torch 2.8 to 2.14. One that names more may do more."""
+
+
 def _repacking_for(pack: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return what does the same as the `pack` hook of a recomputation by torch, which makes two calls more.
 
@@ -140,7 +148,7 @@ def _repacking_for(pack: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """
     # `pack` is a closure of `_recomputation_hook.__init__` (torch/utils/checkpoint.py).
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
-    if not cells.keys() >= {"gid", "target_frame_ref"}:
+    if cells.keys() != {"gid", "target_frame_ref"} or set(pack.__code__.co_names) - {"AssertionError"} != _REPACKING:
         return None
     frame = cells["target_frame_ref"].cell_contents()
     if type(frame) is not _WatchedFrame:

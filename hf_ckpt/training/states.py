@@ -99,8 +99,9 @@ class OptimizerStates:
     """
 
     def __init__(self) -> None:
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """The optimizers that have stepped since `have_grown` was last called."""
+        # Not a WeakSet, which takes nine Python calls in every step.
+        self._stepped: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        """The optimizers that have stepped since `have_grown` was last called, by their `id`."""
         self._sizes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Optimizer -> the size of its state when `have_grown` last saw it."""
         self.has_stepped = False
@@ -112,7 +113,8 @@ class OptimizerStates:
         """Whether optimizers of the model hold more than when this was last asked: from now on steps hold it, too."""
         # An optimizer makes its state in its first step. Later ones may add to it, too: of a group that was added, or
         # once `momentum` is set.
-        sizes = {optimizer: len(optimizer.state) for optimizer in self._stepped}
+        stepped = [reference() for reference in self._stepped.values()]
+        sizes = {optimizer: len(optimizer.state) for optimizer in stepped if optimizer is not None}
         self._stepped.clear()
         if all(self._sizes.get(optimizer) == size for optimizer, size in sizes.items()):
             return False
@@ -129,5 +131,5 @@ class OptimizerStates:
         """Note that an optimizer is about to step."""
         # The step that follows may make the state. It is too early to read it, so the next batch does.
         self.has_stepped = True
-        self._stepped.add(optimizer)
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
         compat.optimizers.remember(optimizer)

@@ -20,6 +20,7 @@ from helpers.steps import CACHED_BYTES, ENGINES, assert_frees_everything, assert
 from torch.nn import functional
 
 import hf_ckpt
+from hf_ckpt import compat
 from hf_ckpt.attach.record import installation
 from hf_ckpt.engines.full import FullRegion
 from hf_ckpt.errors import HfCkptError
@@ -165,6 +166,28 @@ def test_a_steady_step_makes_at_most_a_share_of_the_calls_of_transformers_own(po
     assert fewest < python_calls(ours) <= share * of_transformers  # fewer would mean that nothing runs again
     assert set(hf_ckpt.describe(ours).forwards.values()) == {4}
     assert all(hf_ckpt.describe(ours).recomputed.values())
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_torch_whose_hook_does_something_else_runs_it(is_known, monkeypatch):
+    """What does the same as the hook of torch's recomputation takes its place only if the hook is the known one."""
+    checkpoint = compat.checkpoint
+    plain, model = (tiny_model("llama", dropout=0.1) for _ in range(2))
+    planned(model, "full")
+    repacking_for = checkpoint._repacking_for
+    used = []
+
+    def noted(pack):
+        used.append(repacking_for(pack))
+        return used[-1]
+
+    monkeypatch.setattr(checkpoint, "_repacking_for", noted)
+    if not is_known:
+        monkeypatch.setattr(checkpoint, "_REPACKING", checkpoint._REPACKING - {"detach"})
+    assert_same(step(plain, tiny_batch("llama")), step(model, tiny_batch("llama")))
+    assert [repack is not None for repack in used] == [is_known] * 4
+    assert list(hf_ckpt.describe(model).recomputed.values()) == [1] * 4
 
 
 @pytest.mark.parametrize("stops_early", [True, False])
